@@ -1,0 +1,22 @@
+"""Speculative decoding in JAX: DSpark drafting, lossless verification, and drafter training."""
+
+from dspark_jax.config import DrafterConfig, MarkovHeadType, RopeScaling, TargetConfig, default_taps
+from dspark_jax.generation import Generation, generate, generate_chunks
+from dspark_jax.rounds import DecodeConfig, Verifier
+from dspark_jax.sampling import SamplingParams, request_keys, sampling_params
+
+__all__ = [
+    "DecodeConfig",
+    "DrafterConfig",
+    "Generation",
+    "MarkovHeadType",
+    "RopeScaling",
+    "SamplingParams",
+    "TargetConfig",
+    "Verifier",
+    "default_taps",
+    "generate",
+    "generate_chunks",
+    "request_keys",
+    "sampling_params",
+]

@@ -1,0 +1,143 @@
+"""Static, hashable descriptions of models. Field names are those of Hugging Face's `config.json`."""
+
+import dataclasses
+import enum
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Frequency scaling of the Llama-3 kind: long wavelengths are stretched by `factor`, short ones are kept."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Shape of a stack of pre-norm decoder layers with grouped-query attention and a gated SiLU MLP.
+
+    `sliding_windows` has one entry for each layer: the window's width in positions (a query at position p sees
+    keys at positions > p - width), or None for full attention.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = 4096
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    initializer_range: float = 0.02
+    sliding_windows: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sliding_windows:
+            object.__setattr__(self, "sliding_windows", (None,) * self.num_hidden_layers)
+        if len(self.sliding_windows) != self.num_hidden_layers:
+            raise ValueError(
+                f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_hidden_layers} layers"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetConfig(DecoderConfig):
+    """A target language model.
+
+    `num_valid_tokens`: ids at or above it are padding rows of the vocabulary and are never sampled.
+    `stacked_layers`: layers are one tree with a leading axis, run by `lax.scan` (compiles fast, for pods), or a
+    tuple of trees, run by a Python loop (fast decoding on CPU).
+    """
+
+    model_type: str
+    tie_word_embeddings: bool = False
+    num_valid_tokens: int = 0
+    stacked_layers: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.num_valid_tokens:
+            object.__setattr__(self, "num_valid_tokens", self.vocab_size)
+        if not 0 < self.num_valid_tokens <= self.vocab_size:
+            raise ValueError(f"num_valid_tokens {self.num_valid_tokens} is outside 1..{self.vocab_size}")
+
+
+class MarkovHeadType(enum.Enum):
+    """How the sequential head turns the previous token into a logit bias."""
+
+    VANILLA = "vanilla"
+    GATED = "gated"
+    RNN = "rnn"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig(DecoderConfig):
+    """A DSpark drafter; DFlash is one with `markov_rank` 0 and no confidence head.
+
+    `block_size` is γ: tokens in and predictions out of one backbone pass, anchor-first layout.
+    `target_layer_ids`: tapped target layers, ascending; i is the output of decoder layer i, -1 the embedding.
+    `draft_vocab_size`: rows of the drafter's head; smaller than `vocab_size` for a reduced draft vocabulary.
+    """
+
+    model_type: str
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    markov_rank: int = 256
+    markov_head_type: MarkovHeadType = MarkovHeadType.VANILLA
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    num_anchors: int = 512
+    draft_vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.draft_vocab_size:
+            object.__setattr__(self, "draft_vocab_size", self.vocab_size)
+        if self.block_size < 1:
+            raise ValueError(f"block_size {self.block_size} must be at least 1")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is outside 1..{self.vocab_size}")
+        check_taps(self.target_layer_ids, self.num_target_layers)
+        if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
+            raise ValueError("confidence_head_with_markov needs a Markov head: markov_rank is 0")
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+
+def check_taps(target_layer_ids: tuple[int, ...], num_target_layers: int) -> None:
+    """Raises ValueError unless the taps are ascending ids in -1..N-2 (the last layer's output is ambiguous)."""
+    if not target_layer_ids:
+        raise ValueError("target_layer_ids is empty")
+    if list(target_layer_ids) != sorted(set(target_layer_ids)):
+        raise ValueError(f"target_layer_ids {list(target_layer_ids)} must be ascending and distinct")
+    if target_layer_ids[0] < -1 or target_layer_ids[-1] > num_target_layers - 2:
+        raise ValueError(
+            f"target_layer_ids {list(target_layer_ids)} must lie in -1..{num_target_layers - 2} for a target of "
+            f"{num_target_layers} layers: the last layer's output is not a tap"
+        )
+
+
+def default_taps(num_target_layers: int, count: int = 5) -> tuple[int, ...]:
+    """Evenly spaced tapped layers from 1 to N-3; fewer than `count` for a shallow target."""
+    first, last = min(1, num_target_layers - 2), max(num_target_layers - 3, 0)
+    spread = [first + (last - first) * i / max(count - 1, 1) for i in range(count)]
+    return tuple(sorted({round(layer) for layer in spread}))

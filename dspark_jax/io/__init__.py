@@ -1,0 +1,50 @@
+"""Everything that touches a file: models, tokenizers, prompts, JSON, and the one-line error."""
+
+from dspark_jax.io.drafter import Drafter, load_drafter, save_drafter
+from dspark_jax.io.drafter_config import from_engine_layer_ids, to_engine_layer_ids
+from dspark_jax.io.errors import InputError
+from dspark_jax.io.files import (
+    JsonlWriter,
+    atomic_file,
+    atomic_folder,
+    numbered_jsonl,
+    read_json,
+    read_jsonl,
+    write_bytes,
+    write_json,
+    write_jsonl,
+    write_text,
+)
+from dspark_jax.io.prompts import Prompt, PromptEncoder, check_messages, parse_prompt, read_prompts
+from dspark_jax.io.target import Target, load_target, save_target
+from dspark_jax.io.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+
+__all__ = [
+    "Drafter",
+    "InputError",
+    "JsonlWriter",
+    "Prompt",
+    "PromptEncoder",
+    "Target",
+    "Tokenizer",
+    "atomic_file",
+    "atomic_folder",
+    "byte_tokenizer",
+    "check_messages",
+    "from_engine_layer_ids",
+    "load_drafter",
+    "load_target",
+    "load_tokenizer",
+    "numbered_jsonl",
+    "parse_prompt",
+    "read_json",
+    "read_jsonl",
+    "read_prompts",
+    "save_drafter",
+    "save_target",
+    "to_engine_layer_ids",
+    "write_bytes",
+    "write_json",
+    "write_jsonl",
+    "write_text",
+]

@@ -1,0 +1,213 @@
+"""Command lines: subcommands whose options are dataclasses, YAML files beside them, and errors as exit codes.
+
+A run ends with 0, with 1 if it failed, or with 2 for bad input, which is told in one line on standard error.
+"""
+
+import dataclasses
+import enum
+import inspect
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import tyro
+import yaml
+
+from dspark_jax.io.errors import InputError
+
+Options = TypeVar("Options")
+
+_CONFIG_NOTE = "Any option may stand in a YAML file (--config FILE, keys as here); the command line comes first."
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A subcommand: its options, a dataclass whose docstring is its help, and what runs with them."""
+
+    options: type
+    run: Callable[[Any], None]
+
+
+def main(program: str, commands: Mapping[str, Command], arguments: Sequence[str] | None = None) -> int:
+    """Runs the subcommand that the arguments (default: those of the process) name, and returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] not in commands:
+        return _usage(program, commands, arguments)
+    command = commands[arguments[0]]
+    try:
+        options = parse(command.options, arguments[1:], f"{program} {arguments[0]}")
+        command.run(options)
+    except SystemExit as exit_:  # tyro's, after --help or a usage error that it has told
+        return exit_.code if isinstance(exit_.code, int) else 1
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing may be flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except InputError as error:
+        return _fail(program, str(error), 2)
+    except OSError as error:
+        named = "" if error.filename is None else f"{error.filename}: "
+        return _fail(program, f"{named}{error.strerror or error}", 2)
+    except KeyboardInterrupt as error:
+        return _fail(program, f"interrupted{f'; {error}' if str(error) else ''}", 1)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(program, f"the device is out of memory ({str(error).splitlines()[0]}); use a smaller batch", 1)
+    return 0
+
+
+def _fail(program: str, message: str, code: int) -> int:
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _usage(program: str, commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
+    asked = bool(arguments) and arguments[0] in ("-h", "--help")
+    if arguments and not asked:
+        return _fail(program, f"no command {arguments[0]!r}; known: {', '.join(commands)}", 2)
+    lines = [f"usage: {program} COMMAND [OPTIONS]", ""]
+    for name, command in commands.items():
+        lines.append(f"  {name:<12} {(command.options.__doc__ or '').strip().splitlines()[0]}")
+    lines += ["", f"{program} COMMAND --help describes a command's options."]
+    print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+def parse(options: type[Options], arguments: Sequence[str], program: str) -> Options:
+    """Options from arguments, over those of a YAML file that `--config` names, over the dataclass's defaults.
+
+    A `bool | None` option is written --name or --no-name. A usage error is told on standard error.
+
+    Raises:
+      InputError: the YAML file is missing or malformed, or holds an unknown key or a value of the wrong type.
+      SystemExit: after --help (0) or a usage error (2).
+    """
+    file, arguments = _take_config(list(arguments))
+    values = {} if file is None else _read_yaml(file)
+    return tyro.cli(
+        options,
+        args=_spell_out(options, arguments),
+        default=_with_defaults(options, values, str(file)),
+        prog=program,
+        description=f"{inspect.getdoc(options)}\n\n{_CONFIG_NOTE}",
+        config=(tyro.conf.EnumChoicesFromValues,),
+    )
+
+
+def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    file, rest = None, []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "--config":
+            file = next(remaining, None)
+            if file is None:
+                raise InputError("--config: name a YAML file")
+        elif argument.startswith("--config="):
+            file = argument.removeprefix("--config=")
+        else:
+            rest.append(argument)
+    return (None if file is None else Path(file)), rest
+
+
+def _spell_out(options: type, arguments: list[str]) -> list[str]:
+    """--name and --no-name of `bool | None` options as the --name=True and --name=False that tyro reads."""
+    spelled = {}
+    for name, kind in typing.get_type_hints(options).items():
+        if kind == bool | None:
+            option = name.replace("_", "-")
+            spelled |= {f"--{option}": f"--{option}=True", f"--no-{option}": f"--{option}=False"}
+    return [spelled.get(a.replace("_", "-") if a.startswith("--") else a, a) for a in arguments]
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: malformed YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected a mapping of option names to values, found {type(values).__name__}")
+    return values
+
+
+def _with_defaults(options: type[Any], values: Mapping[Any, Any], file: str, prefix: str = "") -> Any:
+    """An object for tyro to take defaults from: the file's values, the dataclass's own, or tyro.MISSING.
+
+    It is not made by the constructor, whose checks are for the finished options.
+    """
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    hints = typing.get_type_hints(options, include_extras=True)
+    named = {str(key).replace("-", "_"): value for key, value in values.items()}
+    for key in named:
+        if key not in fields:
+            raise InputError(f"{file}: unknown key {prefix}{key}; known: {', '.join(prefix + name for name in fields)}")
+    result = object.__new__(options)
+    for name, field in fields.items():
+        if name in named:
+            value = _convert(hints[name], named[name], file, prefix + name)
+        elif field.default is not dataclasses.MISSING:
+            value = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        elif dataclasses.is_dataclass(hints[name]):
+            value = _with_defaults(hints[name], {}, file, f"{prefix}{name}.")
+        else:
+            value = tyro.MISSING
+        object.__setattr__(result, name, value)
+    return result
+
+
+def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
+    """A YAML value as the type of its option."""
+
+    def wrong(expected: str) -> InputError:
+        return InputError(f"{file}: {key} must be {expected}, not {value!r}")
+
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _convert(parts[0], value, file, key)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and types.NoneType in parts:
+            return None
+        return _convert(next(part for part in parts if part is not types.NoneType), value, file, key)
+    if origin is typing.Literal:
+        if value not in parts:
+            raise wrong(f"one of {', '.join(map(str, parts))}")
+        return value
+    if origin in (tuple, list):
+        if not isinstance(value, list):
+            raise wrong("a list")
+        return origin(_convert(parts[0], item, file, key) for item in value)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise wrong("a mapping")
+        return _with_defaults(kind, value, file, f"{key}.")
+    if issubclass(kind, enum.Enum):
+        if value not in (known := [member.value for member in kind]):
+            raise wrong(f"one of {', '.join(map(str, known))}")
+        return kind(value)
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise wrong("true or false")
+        return value
+    if kind in (int, float):
+        try:
+            # YAML reads 6e-4 as a string.
+            number = kind(value) if not isinstance(value, bool) else None
+        except (TypeError, ValueError):
+            number = None
+        if number is None or (kind is int and not isinstance(value, int)):
+            raise wrong("an integer" if kind is int else "a number")
+        return number
+    if not isinstance(value, str):
+        raise wrong("a string")
+    return kind(value)

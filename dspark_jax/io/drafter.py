@@ -1,0 +1,168 @@
+"""Drafters: DeepSpec folders, read and written exactly."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dspark_jax.config import DrafterConfig, TargetConfig
+from dspark_jax.drafters.dspark import DrafterParams, declare_drafter
+from dspark_jax.io.drafter_config import check_against_target, drafter_config_from_fields, fields_from_drafter_config
+from dspark_jax.io.errors import InputError
+from dspark_jax.io.files import atomic_folder, read_json, write_json
+from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
+from dspark_jax.io.target import Target, resolve_folder
+from dspark_jax.io.tensors import TensorSource, check_tensors, load_parameters
+from dspark_jax.layers.linear import Embedding, Linear
+from dspark_jax.parameters import named_leaves
+from dspark_jax.targets.decoder import head_weight
+
+# SpecForge's names: d2t[i] is the target id of row i of a reduced draft vocabulary, minus i; t2d marks those ids.
+_D2T, _T2D = "d2t", "t2d"
+# The relative distance of a few embedding rows above which the drafter was made for another target. Copies in
+# bfloat16 or of quantised weights stay under it.
+_EMBEDDING_TOLERANCE = 0.1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drafter:
+    """A loaded drafter."""
+
+    config: DrafterConfig
+    params: DrafterParams
+    name: str
+
+
+def load_drafter(
+    source: str | os.PathLike,
+    *,
+    target: Target | None = None,
+    dtype: Any = "float32",
+    mesh: Mesh | None = None,
+    allow_config_keys: Sequence[str] = (),
+) -> Drafter:
+    """Loads a drafter from a DeepSpec folder or hub id.
+
+    With a `target` it is checked against it, and the embedding and head that the file may lack are the target's.
+    Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`.
+
+    Raises:
+      InputError: an unknown or unsupported layout, a drafter of another target, a missing, extra or misshapen
+        tensor, an unknown config key; in one line that names it.
+    """
+    folder = resolve_folder(source)
+    path = folder / "config.json"
+    try:
+        config = drafter_config_from_fields(read_json(path), allow_config_keys)
+        if target is not None:
+            check_against_target(config, target.config)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error
+    name = folder.resolve().name if Path(source).is_dir() else str(source)
+    with SafetensorsSource(folder) as tensors:
+        return Drafter(config, _load(tensors, config, target, dtype, mesh), name)
+
+
+def _load(
+    source: TensorSource, config: DrafterConfig, target: Target | None, dtype: Any, mesh: Mesh | None
+) -> DrafterParams:
+    shapes = source.shapes()
+    declaration = dataclasses.replace(declare_drafter(config), draft_token_ids=None)
+    taken = [field for field in ("embed_tokens", "lm_head") if f"{field}.weight" not in shapes]
+    if taken and target is None:
+        raise InputError(f"{source.path}: tensor {taken[0]}.weight is missing and no target is given to take it from")
+    declaration = dataclasses.replace(declaration, **dict.fromkeys(taken))
+    check_tensors(source, declaration, ignored={_D2T, _T2D} if config.reduced_vocabulary else ())
+    if target is not None and "embed_tokens" not in taken:
+        _check_embedding(source, config, target)
+    params = load_parameters(source, declaration, dtype, mesh=mesh, head_dim=config.head_dim)
+    if config.reduced_vocabulary:
+        ids = _draft_token_ids(source, config)
+        if mesh is not None:
+            ids = jax.device_put(ids, jax.NamedSharding(mesh, jax.P()))
+        params = params.replace(draft_token_ids=jnp.asarray(ids))
+    if target is None:
+        return params
+    if "embed_tokens" in taken:
+        params = params.replace(embed_tokens=Embedding(weight=target.params.embed_tokens.weight.astype(dtype)))
+    if "lm_head" in taken:
+        head = head_weight(target.params).astype(dtype)
+        rows = head if params.draft_token_ids is None else head[params.draft_token_ids]
+        params = params.replace(lm_head=Linear(weight=rows))
+    return params
+
+
+def _draft_token_ids(source: TensorSource, config: DrafterConfig) -> np.ndarray:
+    """Target ids of the draft vocabulary's rows, int32 [V_d]."""
+    shape = source.shapes().get(_D2T)
+    if shape != (config.draft_vocab_size,):
+        found = "missing" if shape is None else f"of shape {list(shape)}"
+        raise InputError(f"{source.path}: tensor {_D2T} is {found}; draft_vocab_size is {config.draft_vocab_size}")
+    offsets = source.read(_D2T, (slice(None),)).astype(np.int64)
+    ids = np.arange(config.draft_vocab_size) + offsets
+    if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) <= 0).any():
+        raise InputError(f"{source.path}: tensor {_D2T} must give ascending target ids under {config.vocab_size}")
+    return ids.astype(np.int32)
+
+
+def _check_embedding(source: TensorSource, config: DrafterConfig, target: Target) -> None:
+    rows = np.unique(np.linspace(0, target.config.num_valid_tokens - 1, 16).astype(np.int32))
+    whole = slice(None)
+    own = np.concatenate([source.read("embed_tokens.weight", (slice(row, row + 1), whole)) for row in rows])
+    own = own.astype(np.float64)
+    other = np.asarray(target.params.embed_tokens.weight[rows]).astype(np.float64)
+    if not np.linalg.norm(own - other) <= _EMBEDDING_TOLERANCE * np.linalg.norm(other):
+        raise InputError(
+            f"{source.path}: embed_tokens.weight differs from that of the target {target.name}: "
+            "a drafter of another target"
+        )
+
+
+def save_drafter(
+    folder: str | os.PathLike,
+    config: DrafterConfig,
+    params: DrafterParams,
+    target_config: TargetConfig,
+    *,
+    dtype: Any = "float32",
+    eos_token_ids: Iterable[int] = (),
+    deepspec: bool = False,
+) -> None:
+    """Writes a drafter as a DeepSpec folder, which appears whole or not at all.
+
+    A reduced draft vocabulary is written with a tensor `d2t`, which DeepSpec does not know: `deepspec` refuses it.
+    `params` hold the embedding and the head.
+
+    Raises:
+      InputError: the folder cannot be written, or `deepspec` and a reduced vocabulary.
+      ValueError: the drafter does not fit the target, or the format cannot hold its config.
+    """
+    check_against_target(config, target_config)
+    if deepspec and config.reduced_vocabulary:
+        raise InputError(
+            f"{folder}: a reduced draft vocabulary (draft_vocab_size {config.draft_vocab_size} of "
+            f"{config.vocab_size}) cannot be exported as DeepSpec; train with the whole vocabulary"
+        )
+    if params.embed_tokens is None or params.lm_head is None:
+        raise ValueError("params must hold embed_tokens and lm_head")
+    eos = sorted(eos_token_ids)
+    fields = fields_from_drafter_config(config) | {
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "dtype": str(jnp.dtype(dtype)),
+    }
+    tensors = {
+        name: np.asarray(array.astype(dtype))
+        for name, array in named_leaves(dataclasses.replace(params, draft_token_ids=None)).items()
+    }
+    if config.reduced_vocabulary:
+        ids = np.asarray(params.draft_token_ids).astype(np.int64)
+        tensors[_D2T] = ids - np.arange(config.draft_vocab_size)
+    with atomic_folder(folder) as temporary:
+        write_json(temporary / "config.json", fields)
+        write_safetensors(temporary / FILE, tensors)

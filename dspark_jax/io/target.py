@@ -1,0 +1,189 @@
+"""Target models: from a Hugging Face folder, a hub id or a GGUF file, and to a folder."""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dspark_jax import targets
+from dspark_jax.config import TargetConfig
+from dspark_jax.io.errors import InputError
+from dspark_jax.io.files import atomic_folder, read_json, write_json
+from dspark_jax.io.gguf import GgufFile
+from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
+from dspark_jax.io.tensors import TensorSource, check_tensors, load_parameters, stored_names
+from dspark_jax.io.tokenizer import Tokenizer, load_tokenizer
+from dspark_jax.parameters import named_leaves
+from dspark_jax.targets.decoder import TargetParams, declare_target
+from dspark_jax.targets.hf_fields import fields_from_config
+
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+# Other formats of the same weights, which some repositories hold beside them.
+_OTHER_HUB_FILES = ["*/*", "consolidated*"]
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """A loaded target. `fingerprint` is a short hash of its config and of some of its stored values."""
+
+    config: TargetConfig
+    params: TargetParams
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    name: str
+    fingerprint: str
+
+
+def load_target(
+    source: str | os.PathLike,
+    *,
+    dtype: Any = "float32",
+    mesh: Mesh | None = None,
+    stacked_layers: bool = False,
+    allow_config_keys: Sequence[str] = (),
+) -> Target:
+    """Loads a target: a Hugging Face folder, a hub id such as "Qwen/Qwen3-4B", or a .gguf file.
+
+    Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`; each device reads its part only.
+    `stacked_layers` stores the layers as one tree with a leading axis. `allow_config_keys` names unknown keys of
+    the config that may be ignored. `config.num_valid_tokens` is the tokenizer's where it has fewer ids than the
+    vocabulary has rows.
+
+    Raises:
+      InputError: anything wrong with the files, in one line that names the file and the field or tensor.
+    """
+    if str(source).endswith(".gguf"):
+        gguf = GgufFile(source)
+        config = gguf.config(tuple(allow_config_keys))
+        tokenizer = gguf.tokenizer()
+        return _load(gguf, config, tokenizer, gguf.eos_token_ids(), gguf.path.stem, dtype, mesh, stacked_layers)
+    folder = resolve_folder(source)
+    fields = read_json(folder / "config.json")
+    try:
+        config = targets.config_from_hf(fields, allow_config_keys)
+    except ValueError as error:
+        raise InputError(f"{folder / 'config.json'}: {error}") from error
+    name = folder.resolve().name if Path(source).is_dir() else str(source)
+    eos = _eos_token_ids(folder, fields)
+    with SafetensorsSource(folder) as tensors:
+        return _load(tensors, config, load_tokenizer(folder), eos, name, dtype, mesh, stacked_layers)
+
+
+def resolve_folder(source: str | os.PathLike) -> Path:
+    """The local folder of a folder's name or a hub id, which is downloaded if need be.
+
+    Raises:
+      InputError: neither a folder nor a model that the hub gives.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path
+    parts = str(source).split("/")
+    if len(parts) != 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        raise InputError(f"{source}: no such folder")
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(str(source), allow_patterns=_HUB_FILES, ignore_patterns=_OTHER_HUB_FILES)
+        )
+    except Exception as error:  # network, authorisation and cache errors share no narrower class
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"{source}: no such folder, and the Hugging Face hub does not give it ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _eos_token_ids(folder: Path, fields: dict[str, Any]) -> tuple[int, ...]:
+    ids: set[int] = set()
+    generation = folder / "generation_config.json"
+    for path, origin in ((generation, read_json(generation) if generation.exists() else {}), ("config.json", fields)):
+        value = origin.get("eos_token_id")
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) for i in listed):
+            raise InputError(f"{folder / path}: eos_token_id must be an integer or a list of them, not {value!r}")
+        ids.update(listed)
+    return tuple(sorted(ids))
+
+
+def _load(
+    source: TensorSource,
+    config: TargetConfig,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: tuple[int, ...],
+    name: str,
+    dtype: Any,
+    mesh: Mesh | None,
+    stacked_layers: bool,
+) -> Target:
+    valid = config.vocab_size if tokenizer is None else min(tokenizer.num_ids, config.vocab_size)
+    config = dataclasses.replace(config, num_valid_tokens=valid, stacked_layers=stacked_layers)
+    declaration = declare_target(config)
+    ignored = {tensor for tensor in source.shapes() if tensor.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings:
+        ignored.add("lm_head.weight")
+    check_tensors(source, declaration, hf_name, ignored)
+    params = load_parameters(source, declaration, dtype, rename=hf_name, mesh=mesh, head_dim=config.head_dim)
+    return Target(config, params, tokenizer, eos_token_ids, name, _fingerprint(source, config))
+
+
+def hf_name(path: str) -> str:
+    """The Hugging Face name of a target's tensor, from its dotted path in `TargetParams`."""
+    return path if path.startswith("lm_head.") else f"model.{path}"
+
+
+def _fingerprint(source: TensorSource, config: TargetConfig) -> str:
+    """The same whatever the dtype, the mesh and the layers' storage that the target is loaded with."""
+    digest = hashlib.sha256(repr(dataclasses.replace(config, num_valid_tokens=0, stacked_layers=False)).encode())
+    last = config.num_hidden_layers - 1
+    few = (slice(0, 4),)
+    for name in ("embed_tokens", f"layers.{last}.mlp.down_proj", f"layers.{last}.input_layernorm", "norm"):
+        digest.update(np.asarray(source.read(f"model.{name}.weight", few), np.float32).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def save_target(
+    folder: str | os.PathLike,
+    config: TargetConfig,
+    params: TargetParams,
+    *,
+    tokenizer: Tokenizer | None = None,
+    eos_token_ids: Iterable[int] = (),
+    dtype: Any = "float32",
+) -> None:
+    """Writes a Hugging Face folder: config.json, generation_config.json, model.safetensors and the tokenizer.
+
+    The folder appears whole or not at all.
+
+    Raises:
+      InputError: it cannot be written.
+      ValueError: a config that the format cannot hold.
+    """
+    eos = sorted(eos_token_ids)
+    fields = fields_from_config(config) | {
+        "architectures": [_ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "dtype": str(jnp.dtype(dtype)),
+    }
+    if config.model_type == "llama":
+        fields["mlp_bias"] = config.mlp_bias
+    declared, tensors = named_leaves(declare_target(config)), {}
+    for path, array in named_leaves(params).items():
+        names = stored_names(path, declared[path])
+        parts = [array] if names == [path] else array
+        tensors |= {hf_name(name): np.asarray(part.astype(dtype)) for name, part in zip(names, parts, strict=True)}
+    with atomic_folder(folder) as temporary:
+        write_json(temporary / "config.json", fields)
+        write_json(temporary / "generation_config.json", {"eos_token_id": fields["eos_token_id"]})
+        write_safetensors(temporary / FILE, tensors)
+        if tokenizer is not None:
+            tokenizer.save(temporary)

@@ -1,0 +1,97 @@
+"""From named tensors in files to parameter trees on devices, each device reading only its own part."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dspark_jax.io.errors import InputError
+from dspark_jax.parameters import Parameter, is_parameter, named_leaves
+from dspark_jax.sharding import named_sharding
+
+Index = tuple[slice, ...]
+
+
+class TensorSource(Protocol):
+    """Named tensors of a checkpoint. `path` is what errors name."""
+
+    path: Path
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor."""
+        ...
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """A part of one tensor, in the dtype that the file stores."""
+        ...
+
+
+def stored_names(path: str, parameter: Parameter) -> list[str]:
+    """The tensors that make one parameter: one, or one a layer where layers are stacked.
+
+    `path` is the parameter's dotted path; a stacked one lacks the layer's number after `layers`.
+    """
+    if parameter.axes[:1] != ("layers",):
+        return [path]
+    before, _, after = path.partition("layers.")
+    return [f"{before}layers.{layer}.{after}" for layer in range(parameter.shape[0])]
+
+
+def check_tensors(
+    source: TensorSource, declaration: Any, rename: Callable[[str], str] = str, ignored: Collection[str] = ()
+) -> None:
+    """Raises an InputError that names the first tensor that is missing, extra or of another shape."""
+    found, expected = source.shapes(), {}
+    for path, parameter in named_leaves(declaration).items():
+        names = stored_names(path, parameter)
+        shape = parameter.shape if names == [path] else parameter.shape[1:]
+        expected |= {rename(name): shape for name in names}
+    for name, shape in expected.items():
+        if name not in found:
+            raise InputError(f"{source.path}: tensor {name} {list(shape)} is missing")
+        if found[name] != shape:
+            raise InputError(
+                f"{source.path}: tensor {name} has shape {list(found[name])}, but its config asks for {list(shape)}"
+            )
+    extra = sorted(set(found) - set(expected) - set(ignored))
+    if extra:
+        raise InputError(f"{source.path}: tensor {extra[0]} is not part of the model that its config describes")
+
+
+def load_parameters(
+    source: TensorSource,
+    declaration: Any,
+    dtype: Any,
+    *,
+    rename: Callable[[str], str] = str,
+    mesh: Mesh | None = None,
+    head_dim: int = 1,
+) -> Any:
+    """The parameters of a declaration in `dtype`, checked before with `check_tensors`.
+
+    `rename` turns dotted paths into the file's names. With a mesh every array is sharded as its declaration says,
+    otherwise arrays lie on the default device.
+    """
+    structure = jax.tree.structure(declaration, is_leaf=is_parameter)
+
+    def load(path: str, parameter: Parameter) -> jax.Array:
+        leaf_dtype = jnp.dtype(parameter.dtype or dtype)
+        names = [rename(name) for name in stored_names(path, parameter)]
+
+        def read(index: Index | None) -> np.ndarray:
+            index = index or (slice(None),) * len(parameter.shape)
+            if parameter.axes[:1] != ("layers",):
+                return source.read(names[0], index).astype(leaf_dtype)
+            parts = [source.read(name, index[1:]) for name in names[index[0]]]
+            return np.stack([part.astype(leaf_dtype) for part in parts])
+
+        if mesh is None:
+            return jnp.asarray(read(None))
+        sharding = named_sharding(parameter, mesh, head_dim)
+        return jax.make_array_from_callback(parameter.shape, sharding, read)
+
+    return structure.unflatten([load(path, parameter) for path, parameter in named_leaves(declaration).items()])

@@ -1,0 +1,101 @@
+"""Attention projections, and softmax attention of queries over one set of keys for each request."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dspark_jax.config import DecoderConfig
+from dspark_jax.layers.linear import Linear, declare_linear, linear, wide_dtype
+from dspark_jax.layers.norm import Norm, declare_norm, rms_norm
+from dspark_jax.layers.rope import apply_rope
+
+# Queries are processed this many at a time, so that scores over a long context stay small.
+_QUERY_CHUNK = 256
+
+
+@struct.dataclass
+class Attention:
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+
+def declare_attention(config: DecoderConfig) -> Attention:
+    d, std, bias = config.hidden_size, config.initializer_range, config.attention_bias
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    return Attention(
+        q_proj=declare_linear(queries, d, ("heads", "embed"), bias, std),
+        k_proj=declare_linear(keys, d, ("kv_heads", "embed"), bias, std),
+        v_proj=declare_linear(keys, d, ("kv_heads", "embed"), bias, std),
+        o_proj=declare_linear(d, queries, ("embed", "heads"), bias, std),
+        q_norm=declare_norm(config.head_dim) if config.qk_norm else None,
+        k_norm=declare_norm(config.head_dim) if config.qk_norm else None,
+    )
+
+
+def project_queries(
+    params: Attention, config: DecoderConfig, x: Float[Array, "*rows d"], rope: tuple[Array, Array]
+) -> Float[Array, "*rows heads D"]:
+    """Queries with their norm and rotary positions."""
+    q = linear(params.q_proj, x).reshape(*x.shape[:-1], config.num_attention_heads, config.head_dim)
+    if params.q_norm is not None:
+        q = rms_norm(params.q_norm, q, config.rms_norm_eps)
+    return apply_rope(q, rope)
+
+
+def project_keys_values(
+    params: Attention, config: DecoderConfig, x: Float[Array, "*rows d"], rope: tuple[Array, Array]
+) -> tuple[Float[Array, "*rows kv_heads D"], Float[Array, "*rows kv_heads D"]]:
+    """Keys with their norm and rotary positions, and values."""
+    shape = (*x.shape[:-1], config.num_key_value_heads, config.head_dim)
+    k = linear(params.k_proj, x).reshape(shape)
+    if params.k_norm is not None:
+        k = rms_norm(params.k_norm, k, config.rms_norm_eps)
+    return apply_rope(k, rope), linear(params.v_proj, x).reshape(shape)
+
+
+def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
+    # jax.nn.dot_product_attention rounds scores to float32, which the exact float64 checks cannot use.
+    requests, length, heads, width = q.shape
+    kv_heads, wide = k.shape[2], wide_dtype(q.dtype)
+    q = q.reshape(requests, length, kv_heads, heads // kv_heads, width)
+    scores = jnp.einsum("rtknd,rskd->rknts", q, k, preferred_element_type=wide) * width**-0.5
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(wide).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("rknts,rskd->rtknd", weights, v).reshape(requests, length, heads, width)
+
+
+def attention(
+    q: Float[Array, "R T heads D"],
+    k: Float[Array, "R S kv_heads D"],
+    v: Float[Array, "R S kv_heads D"],
+    mask: Bool[Array, "R T S"],
+) -> Float[Array, "R T heads D"]:
+    """Softmax attention in float32 where `mask` is true; long runs of queries go in chunks."""
+    length = q.shape[1]
+    if length <= _QUERY_CHUNK:
+        return _attend(q, k, v, mask)
+    chunks = -(-length // _QUERY_CHUNK)
+    padding = chunks * _QUERY_CHUNK - length
+    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    mask = jnp.pad(mask, ((0, 0), (0, padding), (0, 0)), constant_values=True)
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, _QUERY_CHUNK, *x.shape[2:]), 1, 0)
+
+    out = jax.lax.map(jax.checkpoint(lambda part: _attend(part[0], k, v, part[1])), (split(q), split(mask)))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape)[:, :length]
+
+
+def visible(
+    query_positions: Int[Array, "R T"], key_positions: Int[Array, "R S"], window: int | None
+) -> Bool[Array, "R T S"]:
+    """Causal visibility, restricted to a sliding window of positions where there is one."""
+    queries, keys = query_positions[:, :, None], key_positions[:, None, :]
+    mask = keys <= queries
+    return mask if window is None else mask & (keys > queries - window)

@@ -1,0 +1,22 @@
+"""Target language models: one module a family, found by `model_type`."""
+
+from collections.abc import Collection, Mapping
+from types import ModuleType
+from typing import Any
+
+from dspark_jax.config import TargetConfig
+from dspark_jax.targets import llama, qwen3
+
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen3": qwen3}
+
+
+def config_from_hf(fields: Mapping[str, Any], allow_keys: Collection[str] = ()) -> TargetConfig:
+    """The config that a Hugging Face `config.json` describes.
+
+    Raises:
+      ValueError: an unknown family, or a missing, unknown or unsupported key or value, named.
+    """
+    family = FAMILIES.get(fields.get("model_type", ""))
+    if family is None:
+        raise ValueError(f"model_type {fields.get('model_type')!r} is not supported; known: {', '.join(FAMILIES)}")
+    return family.config_from_hf(fields, allow_keys)

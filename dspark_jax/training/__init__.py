@@ -1,0 +1,1 @@
+"""Training a drafter against a frozen target: anchors, losses and the train step."""

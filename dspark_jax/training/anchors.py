@@ -1,0 +1,76 @@
+"""Training batches, and the anchors at which blocks are trained."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+
+@struct.dataclass
+class Batch:
+    """Rows of tokens. `loss_mask`: tokens the target wrote. `positions` restart, and `document_ids` change, at every
+    document's border; padding has document id -1. All are [B, T]; a leading axis holds accumulation steps.
+    """
+
+    tokens: Int[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
+    document_ids: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+
+
+@struct.dataclass
+class Blocks:
+    """A blocks in each of B rows. `anchors`: index of each anchor in its row. `slots`: whether slot k is trained.
+
+    `previous`, `targets`: the true token before and at each slot. Slot k predicts index anchor + k + 1.
+    """
+
+    anchors: Int[Array, "B A"]
+    kept: Bool[Array, "B A"]
+    slots: Bool[Array, "B A gamma"]
+    previous: Int[Array, "B A gamma"]
+    targets: Int[Array, "B A gamma"]
+
+
+def valid_anchors(batch: Batch) -> Bool[Array, "B T"]:
+    """Index a may be an anchor iff it and its successor are both trained and of one document."""
+    following = batch.loss_mask[:, 1:] & (batch.document_ids[:, 1:] == batch.document_ids[:, :-1])
+    return jnp.pad(batch.loss_mask[:, :-1] & following, ((0, 0), (0, 1)))
+
+
+def sample_anchors(key: Key[Array, ""], batch: Batch, count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
+    """Draws up to `count` distinct valid anchors of each row, ascending; the unkept rest come last, at index 0."""
+    valid = valid_anchors(batch)
+    count = min(count, valid.shape[1])
+    scores = jnp.where(valid, jax.random.uniform(key, valid.shape), -1.0)
+    best, anchors = jax.lax.top_k(scores, count)
+    kept = best >= 0
+    length = valid.shape[1]
+    anchors = jnp.sort(jnp.where(kept, anchors, length), axis=1)
+    kept = anchors < length
+    return jnp.where(kept, anchors, 0).astype(jnp.int32), kept
+
+
+def make_blocks(batch: Batch, anchors: Int[Array, "B A"], kept: Bool[Array, "B A"], block_size: int) -> Blocks:
+    """Blocks at given anchors; an index beyond the row is clamped to its last token, and its slot is not trained."""
+    rows, length = batch.tokens.shape
+    count = anchors.shape[1]
+    index = anchors[:, :, None] + jnp.arange(block_size + 1, dtype=anchors.dtype)[None, None]
+    clamped = jnp.minimum(index, length - 1).reshape(rows, -1)
+
+    def at(x: Array) -> Array:
+        return jnp.take_along_axis(x, clamped, axis=1).reshape(rows, count, block_size + 1)
+
+    tokens, documents = at(batch.tokens), at(batch.document_ids)
+    trained = at(batch.loss_mask) & (index < length) & (documents == documents[:, :, :1]) & kept[:, :, None]
+    slots = jnp.cumprod(trained[:, :, 1:].astype(jnp.int32), axis=-1).astype(bool)
+    return Blocks(anchors, kept, slots, tokens[:, :, :-1], tokens[:, :, 1:])
+
+
+def gather_teacher(hidden: Float[Array, "B T d"], anchors: Int[Array, "B A"], block_size: int) -> Array:
+    """The target's post-norm hidden states [B, A, γ, d] that predict the slots' tokens: slot k's is at anchor + k."""
+    rows, length, width = hidden.shape
+    index = anchors[:, :, None] + jnp.arange(block_size, dtype=anchors.dtype)[None, None]
+    clamped = jnp.minimum(index, length - 1).reshape(rows, -1)
+    taken = jnp.take_along_axis(hidden, clamped[..., None], axis=1)
+    return taken.reshape(rows, anchors.shape[1], block_size, width)

@@ -1,0 +1,219 @@
+"""DSpark's objective: cross-entropy, total variation and confidence, in chunks of positions.
+
+Two distributions over the whole vocabulary are compared at every slot, so logits are recomputed chunk by chunk,
+forward and backward, and never kept: 512 anchors of 7 slots over 151,936 tokens would be 2.2 GB for each of them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dspark_jax.config import DrafterConfig
+from dspark_jax.drafters import dspark, markov
+from dspark_jax.drafters.backbone import backbone, context_features, context_keys_values
+from dspark_jax.drafters.confidence import confidence_logits
+from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.layers.linear import embed, matmul
+from dspark_jax.training.anchors import Batch, Blocks, gather_teacher
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Weights of the terms; the defaults are the paper's.
+
+    `decay`: slot k weighs exp(-k / decay) in every term. `detach_confidence_features`: the confidence loss does not
+    train the backbone. `chunk`: positions whose vocabulary-sized rows exist at one time.
+    """
+
+    cross_entropy: float = 0.1
+    total_variation: float = 0.9
+    confidence: float = 1.0
+    decay: float = 4.0
+    detach_confidence_features: bool = False
+    chunk: int = 256
+
+
+@struct.dataclass
+class LossSums:
+    """Numerators and denominators over a batch, to be summed over devices and steps before dividing.
+
+    `acceptance` [γ]: Σ (1 - TV) of the trained slots, `agreement` [γ]: slots whose best draft is the true token,
+    `slots` [γ]: trained slots; `expected_length`: Σ over blocks of 1 + Σ_k Π_{i≤k} (1 - TV_i); `blocks`: their number.
+    """
+
+    cross_entropy: Float[Array, ""]
+    cross_entropy_weight: Float[Array, ""]
+    total_variation: Float[Array, ""]
+    confidence: Float[Array, ""]
+    weight: Float[Array, ""]
+    acceptance: Float[Array, "gamma"]
+    agreement: Float[Array, "gamma"]
+    slots: Float[Array, "gamma"]
+    expected_length: Float[Array, ""]
+    blocks: Float[Array, ""]
+
+
+def zero_sums(gamma: int) -> LossSums:
+    """What sums are added to."""
+    scalar, slots = jnp.zeros((), jnp.float32), jnp.zeros((gamma,), jnp.float32)
+    return LossSums(scalar, scalar, scalar, scalar, scalar, slots, slots, slots, scalar, scalar)
+
+
+def slot_weights(blocks: Blocks, decay: float) -> Float[Array, "B A gamma"]:
+    """exp(-k / decay) on trained slots, else 0."""
+    gamma = blocks.slots.shape[-1]
+    weights = jnp.exp(-jnp.arange(gamma, dtype=jnp.float32) / decay)
+    return jnp.where(blocks.slots, weights[None, None], 0.0)
+
+
+def draft_rows(params: DrafterParams, config: DrafterConfig, ids: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Rows of the draft head of target ids; -1 for ids outside a reduced draft vocabulary."""
+    if params.draft_token_ids is None:
+        return ids
+    table = jnp.full(config.vocab_size, -1, jnp.int32)
+    table = table.at[params.draft_token_ids].set(jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
+    return table[ids]
+
+
+def vocabulary_terms(
+    params: DrafterParams,
+    teacher_head: Float[Array, "V d"],
+    hidden: Float[Array, "n d"],
+    latents: Float[Array, "n r"] | None,
+    teacher: Float[Array, "n d"],
+    rows: Int[Array, "n"],
+    num_valid_tokens: int,
+    chunk: int,
+) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
+    """Cross-entropy against the draft row, ‖p_d - p_t‖₁ (0 to 2), and whether the best draft row is the true one.
+
+    Temperature 1, float32. A row of -1 (true token outside the draft vocabulary) gives cross-entropy 0. Mass of the
+    target outside the draft vocabulary counts fully in the L1 distance. Gradients flow to `hidden`, `latents` and W2.
+    """
+    count = hidden.shape[0]
+    chunk = min(chunk, count)
+    padding = -count % chunk
+    head = jax.lax.stop_gradient(params.lm_head.weight)
+    teacher_head = jax.lax.stop_gradient(teacher_head)
+
+    @jax.checkpoint
+    def terms(part):
+        hidden, latents, teacher, rows = part
+        logits = matmul(hidden, head, jnp.float32)
+        if latents is not None:
+            logits = logits + matmul(latents, params.markov_head.markov_w2.weight, jnp.float32)
+        teacher_logits = matmul(teacher, teacher_head, jnp.float32)
+        if num_valid_tokens < teacher_logits.shape[-1]:
+            real = jnp.arange(teacher_logits.shape[-1], dtype=jnp.int32)[None] < num_valid_tokens
+            teacher_logits = jnp.where(real, teacher_logits, -jnp.inf)
+        p_target = jax.nn.softmax(teacher_logits, axis=-1)
+        absent = jnp.zeros(hidden.shape[0], jnp.float32)
+        if params.draft_token_ids is not None:
+            p_target = p_target[:, params.draft_token_ids]
+            absent = jnp.maximum(1.0 - jnp.sum(p_target, axis=-1), 0.0)
+        log_draft = jax.nn.log_softmax(logits, axis=-1)
+        distance = jnp.sum(jnp.abs(jnp.exp(log_draft) - p_target), axis=-1) + absent
+        present = rows >= 0
+        truth = jnp.take_along_axis(log_draft, jnp.maximum(rows, 0)[:, None], axis=-1)[:, 0]
+        best = jnp.argmax(logits, axis=-1).astype(rows.dtype)
+        return jnp.where(present, -truth, 0.0), distance, (best == rows).astype(jnp.float32)
+
+    def split(x):
+        x = jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)))
+        return x.reshape(-1, chunk, *x.shape[1:])
+
+    parts = jax.tree.map(split, (hidden, latents, jax.lax.stop_gradient(teacher), rows))
+    out = jax.lax.map(terms, parts)
+    return tuple(x.reshape(-1)[:count] for x in out)
+
+
+def draft_blocks(
+    params: DrafterParams,
+    config: DrafterConfig,
+    features: Float[Array, "B T features"],
+    batch: Batch,
+    blocks: Blocks,
+) -> Float[Array, "B A gamma d"]:
+    """h of every slot of every block: the parallel stage, trained."""
+    context = context_features(params.fc, params.hidden_norm, config, features)
+    layers = context_keys_values(params.layers, config, context, batch.positions)
+    anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
+    block = dspark.block_embeddings(params, config, anchor_tokens, features.dtype)
+    return backbone(
+        params.layers, params.norm, config, block, blocks.anchors, layers, batch.positions, batch.document_ids
+    )
+
+
+def block_losses(
+    params: DrafterParams,
+    config: DrafterConfig,
+    loss: LossConfig,
+    teacher_head: Float[Array, "V d"],
+    features: Float[Array, "B T features"],
+    last_hidden: Float[Array, "B T d"],
+    batch: Batch,
+    blocks: Blocks,
+    num_valid_tokens: int,
+) -> LossSums:
+    """Sums of the terms over a batch. `features`, `last_hidden`: the frozen target's taps and post-norm states."""
+    hidden = draft_blocks(params, config, features, batch, blocks)
+    previous = latents = None
+    if params.markov_head is not None:
+        previous = embed(params.markov_head.markov_w1, blocks.previous, hidden.dtype)
+        latents = markov.latents(params.markov_head, config, previous, hidden)
+    teacher = gather_teacher(last_hidden, blocks.anchors, config.block_size)
+    rows = draft_rows(params, config, blocks.targets)
+
+    def flat(x):
+        return None if x is None else x.reshape(-1, x.shape[-1])
+
+    terms = vocabulary_terms(
+        params,
+        teacher_head,
+        flat(hidden),
+        flat(latents),
+        flat(teacher),
+        rows.reshape(-1),
+        num_valid_tokens,
+        loss.chunk,
+    )
+    cross_entropy, distance, agreement = (x.reshape(blocks.slots.shape) for x in terms)
+    weights = slot_weights(blocks, loss.decay)
+    confidence = jnp.zeros((), jnp.float32)
+    accept = 1.0 - 0.5 * distance
+    if params.confidence_head is not None:
+        inputs = (previous, hidden)
+        if loss.detach_confidence_features:
+            inputs = jax.lax.stop_gradient(inputs)
+        logits = confidence_logits(params.confidence_head, config, *inputs)
+        label = jax.lax.stop_gradient(accept)
+        confidence = jnp.sum(weights * optax.sigmoid_binary_cross_entropy(logits, label))
+    slots = blocks.slots.astype(jnp.float32)
+    survival = jnp.cumprod(accept * slots, axis=-1)
+    return LossSums(
+        cross_entropy=jnp.sum(weights * cross_entropy),
+        cross_entropy_weight=jnp.sum(jnp.where(rows >= 0, weights, 0.0)),
+        total_variation=jnp.sum(weights * distance),
+        confidence=confidence,
+        weight=jnp.sum(weights),
+        acceptance=jnp.sum(accept * slots, axis=(0, 1)),
+        agreement=jnp.sum(agreement * slots, axis=(0, 1)),
+        slots=jnp.sum(slots, axis=(0, 1)),
+        expected_length=jnp.sum(jnp.where(blocks.kept, 1.0 + jnp.sum(survival, axis=-1), 0.0)),
+        blocks=jnp.sum(blocks.kept.astype(jnp.float32)),
+    )
+
+
+def total_loss(sums: LossSums, loss: LossConfig, weight, cross_entropy_weight) -> Float[Array, ""]:
+    """The weighted objective of these numerators under the denominators of the whole global batch."""
+    weight = jnp.maximum(weight, 1e-6)
+    cross_entropy_weight = jnp.maximum(cross_entropy_weight, 1e-6)
+    return (
+        loss.cross_entropy * sums.cross_entropy / cross_entropy_weight
+        + loss.total_variation * sums.total_variation / weight
+        + loss.confidence * sums.confidence / weight
+    )

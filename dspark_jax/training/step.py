@@ -1,0 +1,206 @@
+"""TrainState and the train step: frozen target forward, losses, and an AdamW update of float32 master weights."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jaxtyping import Array, Int, Key
+
+from dspark_jax.config import DrafterConfig, TargetConfig
+from dspark_jax.drafters.dspark import DrafterParams, declare_drafter
+from dspark_jax.layers.linear import Linear
+from dspark_jax.parameters import initialize
+from dspark_jax.targets.decoder import TargetParams, forward_documents, head_weight
+from dspark_jax.training.anchors import Batch, make_blocks, sample_anchors
+from dspark_jax.training.losses import (
+    LossConfig,
+    LossSums,
+    block_losses,
+    draft_rows,
+    slot_weights,
+    total_loss,
+    zero_sums,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay to zero; the defaults are the paper's."""
+
+    learning_rate: float = 6e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    warmup_fraction: float = 0.04
+    clip_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything static about a train step."""
+
+    target: TargetConfig
+    drafter: DrafterConfig
+    total_steps: int
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+@struct.dataclass
+class TrainState:
+    """`params`: the trainable float32 masters, without the frozen embedding and head. `key`: the run's key."""
+
+    step: Int[Array, ""]
+    params: DrafterParams
+    optimizer: optax.OptState
+    key: Key[Array, ""]
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Learning rate by number of updates made."""
+    peak = config.optimizer.learning_rate
+    warmup = max(1, round(config.optimizer.warmup_fraction * config.total_steps))
+    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(config.total_steps, warmup + 1))
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformationExtraArgs:
+    """Clipped AdamW that leaves parameters and moments as they are when a gradient is not finite."""
+    settings = config.optimizer
+    update = optax.chain(
+        optax.clip_by_global_norm(settings.clip_norm),
+        optax.adamw(learning_rate(config), settings.beta1, settings.beta2, weight_decay=settings.weight_decay),
+    )
+    return optax.apply_if_finite(update, max_consecutive_errors=2**30)
+
+
+def trainable(params: DrafterParams) -> DrafterParams:
+    """The float32 masters of what is trained: all but the copies of the target's embedding and head."""
+    masters = jax.tree.map(
+        lambda x: x.astype(jnp.float32),
+        params.replace(embed_tokens=None, lm_head=None, draft_token_ids=None),
+    )
+    return masters.replace(draft_token_ids=params.draft_token_ids)
+
+
+def with_frozen(params: DrafterParams, target: TargetParams) -> DrafterParams:
+    """Adds the target's embedding and head, the head cut to the draft vocabulary where that is reduced."""
+    head = head_weight(target)
+    if params.draft_token_ids is not None:
+        head = head[params.draft_token_ids]
+    return params.replace(embed_tokens=target.embed_tokens, lm_head=Linear(weight=head))
+
+
+def init_params(
+    config: DrafterConfig, key: Key[Array, ""], draft_token_ids: Int[Array, "V_d"] | None = None
+) -> DrafterParams:
+    """Fresh trainable parameters. A reduced draft vocabulary needs its ascending target ids."""
+    if (draft_token_ids is None) == config.reduced_vocabulary:
+        raise ValueError("draft_token_ids must be given exactly when draft_vocab_size is smaller than vocab_size")
+    declaration = declare_drafter(config).replace(embed_tokens=None, lm_head=None, draft_token_ids=None)
+    return initialize(declaration, key).replace(draft_token_ids=draft_token_ids)
+
+
+def init_train_state(config: TrainConfig, key: Key[Array, ""], params: DrafterParams) -> TrainState:
+    """State before the first step, from trainable parameters."""
+    weights = params.replace(draft_token_ids=None)
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(weights), key)
+
+
+def _blocks(config: TrainConfig, key, batch: Batch):
+    anchors, kept = sample_anchors(key, batch, config.drafter.num_anchors)
+    return make_blocks(batch, anchors, kept, config.drafter.block_size)
+
+
+def batch_losses(
+    params: DrafterParams, target: TargetParams, config: TrainConfig, batch: Batch, key: Key[Array, ""]
+) -> LossSums:
+    """Loss sums of one batch [B, T] for trainable parameters; the target runs in the same program, frozen."""
+    dtype = target.embed_tokens.weight.dtype
+    out = forward_documents(
+        target, config.target, batch.tokens, batch.positions, batch.document_ids, config.drafter.target_layer_ids
+    )
+    features, hidden = jax.lax.stop_gradient((out.features.astype(dtype), out.hidden))
+    return block_losses(
+        with_frozen(params, target),
+        config.drafter,
+        config.loss,
+        head_weight(target),
+        features,
+        hidden,
+        batch,
+        _blocks(config, key, batch),
+        config.target.num_valid_tokens,
+    )
+
+
+def _denominators(params: DrafterParams, config: TrainConfig, batch: Batch, key) -> tuple[Array, Array]:
+    blocks = _blocks(config, key, batch)
+    weights = slot_weights(blocks, config.loss.decay)
+    present = draft_rows(params, config.drafter, blocks.targets) >= 0
+    return jnp.sum(weights), jnp.sum(jnp.where(present, weights, 0.0))
+
+
+def train_step_metrics(sums: LossSums, config: TrainConfig) -> dict[str, Array]:
+    """Means of the whole batch; `acceptance` and `agreement` are [γ], by slot."""
+    weight = jnp.maximum(sums.weight, 1e-6)
+    slots = jnp.maximum(sums.slots, 1.0)
+    return {
+        "loss": total_loss(sums, config.loss, sums.weight, sums.cross_entropy_weight),
+        "cross_entropy": sums.cross_entropy / jnp.maximum(sums.cross_entropy_weight, 1e-6),
+        "total_variation": 0.5 * sums.total_variation / weight,
+        "confidence_loss": sums.confidence / weight,
+        "acceptance": sums.acceptance / slots,
+        "agreement": sums.agreement / slots,
+        "expected_accepted_length": sums.expected_length / jnp.maximum(sums.blocks, 1.0),
+        "blocks": sums.blocks,
+    }
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
+def train_step(
+    state: TrainState, target: TargetParams, batch: Batch, config: TrainConfig
+) -> tuple[TrainState, dict[str, Array]]:
+    """One update from a batch whose arrays are [accumulation steps, B, T].
+
+    Numerators are divided by denominators summed over the whole batch, so accumulation changes nothing but rounding.
+    A non-finite gradient changes nothing but the step count; `updated` and `not_finite_in_a_row` say so.
+    """
+    steps = batch.tokens.shape[0]
+    keys = jax.random.split(jax.random.fold_in(state.key, state.step), steps)
+    ids = state.params.draft_token_ids
+    weights = state.params.replace(draft_token_ids=None)
+    denominators = jax.vmap(lambda part, key: _denominators(state.params, config, part, key))(batch, keys)
+    weight, cross_entropy_weight = (jnp.sum(x) for x in denominators)
+
+    def objective(weights, part, key):
+        sums = batch_losses(weights.replace(draft_token_ids=ids), target, config, part, key)
+        return total_loss(sums, config.loss, weight, cross_entropy_weight), sums
+
+    def accumulate(carry, item):
+        (_, sums), gradient = jax.value_and_grad(objective, has_aux=True)(weights, *item)
+        return jax.tree.map(jnp.add, carry, (gradient, sums)), None
+
+    zeros = (jax.tree.map(jnp.zeros_like, weights), zero_sums(config.drafter.block_size))
+    (gradient, sums), _ = jax.lax.scan(accumulate, zeros, (batch, keys))
+    optimizer = make_optimizer(config)
+    # optax raises a Python float to an integer count, which a caller's strict promotion mode would refuse.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer, weights)
+    weights = optax.apply_updates(weights, updates)
+    metrics = train_step_metrics(sums, config) | {
+        "gradient_norm": optax.tree.norm(gradient),
+        "updated": optimizer_state.last_finite,
+        "not_finite_in_a_row": optimizer_state.notfinite_count,
+    }
+    return TrainState(state.step + 1, weights.replace(draft_token_ids=ids), optimizer_state, state.key), metrics
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def eval_step(
+    params: DrafterParams, target: TargetParams, batch: Batch, key: Key[Array, ""], config: TrainConfig
+) -> LossSums:
+    """Loss sums of one batch [B, T], without an update."""
+    return batch_losses(params, target, config, batch, key)

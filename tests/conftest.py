@@ -1,0 +1,46 @@
+"""Eight CPU devices, strict numerics, a compilation cache between runs, and a counter of compilations.
+
+Float64 tests run their bodies under `jax.enable_x64(True)`.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before jax is imported.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Fires once for each program that is compiled or, when it is there, taken from the persistent cache.
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class Compilations:
+    """How many programs this process has compiled since the fixture's start or the last `reset`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def reset(self) -> None:
+        self.count = 0
+
+    def __call__(self, event: str, duration: float, **_: object) -> None:
+        self.count += event == _COMPILE_EVENT
+
+
+@pytest.fixture
+def compilations() -> Iterator[Compilations]:
+    """A counter of XLA compilations: `compilations.reset()`, run, then look at `compilations.count`."""
+    counter = Compilations()
+    jax.monitoring.register_event_duration_secs_listener(counter)
+    yield counter
+    jax.monitoring.unregister_event_duration_listener(counter)

@@ -1,0 +1,257 @@
+"""Drafter folders: the DeepSpec layout both ways, and everything that can be wrong with them."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dspark_jax import parameters
+from dspark_jax.config import DrafterConfig, MarkovHeadType, RopeScaling, TargetConfig
+from dspark_jax.drafters.dspark import declare_drafter
+from dspark_jax.io import (
+    InputError,
+    from_engine_layer_ids,
+    load_drafter,
+    load_target,
+    save_drafter,
+    to_engine_layer_ids,
+)
+from dspark_jax.parameters import named_leaves
+from dspark_jax.sharding import make_mesh
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+DRAFTERS = ("dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash")
+# Keys that a published checkpoint holds and that say nothing about the drafter.
+OTHER_KEYS = {"bos_token_id", "pad_token_id", "transformers_version", "max_window_layers"}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target(GOLDENS / "target")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(GOLDENS / "dspark_rnn", tmp_path / "drafter"))
+
+
+def edit_json(folder, **changes):
+    path = folder / "config.json"
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in fields.items() if value != "removed"}))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_round_trip_is_bit_equal(tmp_path, target, name):
+    drafter = load_drafter(GOLDENS / name, target=target)
+    assert drafter.name == name
+    save_drafter(
+        tmp_path / name, drafter.config, drafter.params, target.config,
+        eos_token_ids=target.eos_token_ids, deepspec=True,
+    )  # fmt: skip
+    before, after = load_file(GOLDENS / name / "model.safetensors"), load_file(tmp_path / name / "model.safetensors")
+    assert before.keys() == after.keys()
+    for tensor in before:
+        assert before[tensor].dtype == after[tensor].dtype
+        np.testing.assert_array_equal(before[tensor], after[tensor])
+    assert load_drafter(tmp_path / name, target=target).config == drafter.config
+
+    old = json.loads((GOLDENS / name / "config.json").read_text())
+    new = json.loads((tmp_path / name / "config.json").read_text())
+    assert {k: v for k, v in old.items() if k not in OTHER_KEYS}.items() <= new.items()
+    assert new["sample_from_anchor"] is True
+    assert new["rope_theta"] == new["rope_parameters"]["rope_theta"] == 1e6
+    assert all(new[key] == value for key, value in new["dflash_config"].items())
+    assert "quantization_config" not in new
+
+
+def test_bfloat16_round_trip(tmp_path, target):
+    drafter = load_drafter(GOLDENS / "dspark_gated", target=target, dtype="bfloat16")
+    save_drafter(tmp_path / "a", drafter.config, drafter.params, target.config, dtype="bfloat16")
+    again = load_drafter(tmp_path / "a", target=target, dtype="bfloat16")
+    for name, array in named_leaves(drafter.params).items():
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(named_leaves(again.params)[name]))
+
+
+def test_mesh(target):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    plain = load_drafter(GOLDENS / "dspark_rnn", target=target)
+    placed = load_drafter(GOLDENS / "dspark_rnn", target=target, mesh=make_mesh(4, 2))
+    for name, array in named_leaves(placed.params).items():
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(named_leaves(plain.params)[name]))
+    assert placed.params.markov_head.markov_w2.weight.addressable_shards[0].data.shape == (130, 16)
+
+
+def test_embedding_and_head_of_the_target(folder, target):
+    edit_tensors(folder, lambda t: (t.pop("embed_tokens.weight"), t.pop("lm_head.weight")))
+    params = load_drafter(folder, target=target).params
+    np.testing.assert_array_equal(np.asarray(params.embed_tokens.weight), np.asarray(target.params.embed_tokens.weight))
+    np.testing.assert_array_equal(np.asarray(params.lm_head.weight), np.asarray(target.params.embed_tokens.weight))
+    with pytest.raises(InputError, match=r"tensor embed_tokens.weight is missing and no target"):
+        load_drafter(folder)
+
+
+def _llama(reduced):
+    shared = {
+        "model_type": "llama", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 4, "attention_bias": True, "mlp_bias": True,
+        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64), "rope_theta": 5e5,
+    }  # fmt: skip
+    target = TargetConfig(num_hidden_layers=4, **shared)
+    drafter = DrafterConfig(
+        num_hidden_layers=3, sliding_windows=(None, 8, 8), block_size=4, mask_token_id=39, target_layer_ids=(-1, 1),
+        num_target_layers=4, markov_rank=5, markov_head_type=MarkovHeadType.GATED, confidence_head_with_markov=False,
+        draft_vocab_size=10 if reduced else 0, **shared,
+    )  # fmt: skip
+    params = parameters.initialize(declare_drafter(drafter), jax.random.key(1))
+    if reduced:
+        params = params.replace(draft_token_ids=jnp.arange(10, dtype=jnp.int32) * 3 + 2)
+    return target, drafter, params
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_llama_drafter(tmp_path, reduced):
+    target, config, params = _llama(reduced)
+    save_drafter(tmp_path / "a", config, params, target)
+    fields = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert fields["architectures"] == ["LlamaDSparkModel"]
+    assert fields["layer_types"] == ["full_attention", "sliding_attention", "sliding_attention"]
+    loaded = load_drafter(tmp_path / "a")
+    assert loaded.config == config
+    for name, array in named_leaves(params).items():
+        np.testing.assert_array_equal(np.asarray(named_leaves(loaded.params)[name]), np.asarray(array))
+
+
+def test_reduced_vocabulary(tmp_path):
+    target, config, params = _llama(True)
+    save_drafter(tmp_path / "a", config, params, target)
+    stored = load_file(tmp_path / "a" / "model.safetensors")
+    assert stored["d2t"].dtype == np.int64
+    np.testing.assert_array_equal(stored["d2t"] + np.arange(10), np.arange(10) * 3 + 2)
+    with pytest.raises(InputError, match="cannot be exported as DeepSpec"):
+        save_drafter(tmp_path / "b", config, params, target, deepspec=True)
+    assert not (tmp_path / "b").exists()
+    for spoil, message in (
+        (lambda t: t.pop("d2t"), "tensor d2t is missing"),
+        (lambda t: t.update(d2t=np.zeros(9, np.int64)), r"tensor d2t is of shape \[9\]; draft_vocab_size is 10"),
+        (lambda t: t.update(d2t=-np.arange(10)), "tensor d2t must give ascending target ids under 40"),
+        (lambda t: t.update(d2t=np.full(10, 31)), "tensor d2t must give ascending target ids under 40"),
+    ):
+        folder = Path(shutil.copytree(tmp_path / "a", tmp_path / "spoiled", dirs_exist_ok=True))
+        edit_tensors(folder, spoil)
+        with pytest.raises(InputError, match=message):
+            load_drafter(folder)
+
+
+def test_export_refuses_a_drafter_of_another_target(tmp_path):
+    target, config, params = _llama(False)
+    with pytest.raises(ValueError, match="num_target_layers is 4, but the target has 5"):
+        save_drafter(
+            tmp_path / "a", config, params, dataclasses.replace(target, num_hidden_layers=5, sliding_windows=())
+        )
+    with pytest.raises(ValueError, match="params must hold embed_tokens"):
+        save_drafter(tmp_path / "a", config, params.replace(embed_tokens=None), target)
+    with pytest.raises(ValueError, match="differ between layers"):
+        save_drafter(tmp_path / "a", dataclasses.replace(config, sliding_windows=(4, 8, 8)), params, target)
+    assert not (tmp_path / "a").exists()
+
+
+def test_layer_ids_of_engines():
+    assert to_engine_layer_ids((-1, 0, 8)) == (0, 1, 9)
+    assert from_engine_layer_ids(to_engine_layer_ids((-1, 0, 8))) == (-1, 0, 8)
+
+
+def test_layouts(folder, target):
+    edit_json(folder, architectures=["DFlashDraftModel"], sample_from_anchor=True)
+    load_drafter(folder, target=target)
+    fields = json.loads((folder / "config.json").read_text())
+    edit_json(
+        folder, mask_token_id="removed", target_layer_ids="removed",
+        dflash_config={"mask_token_id": 258, "target_layer_ids": fields["target_layer_ids"]},
+    )  # fmt: skip
+    assert load_drafter(folder, target=target).config.target_layer_ids == (0, 2, 4)
+
+
+def _config(**changes):
+    return lambda folder: edit_json(folder, **changes)
+
+
+def _tensors(change):
+    return lambda folder: edit_tensors(folder, change)
+
+
+BAD = {
+    "unknown layout": (_config(architectures=["DFlashDraftModel"]), "block layout unknown: .* sample_from_anchor"),
+    "no architecture": (_config(architectures="removed"), "block layout unknown"),
+    "in place": (_config(sample_from_anchor=False), "in-place checkpoints, .* are not supported"),
+    "unknown key": (_config(mystery=1), "config.json: unknown key mystery"),
+    "unknown mirrored key": (_config(dflash_config={"mystery": 1}), "dflash_config has the unknown key mystery"),
+    "mirror": (_config(dflash_config={"block_size": 8}), "block_size is 7, but dflash_config says 8"),
+    "no block size": (_config(block_size="removed"), "block_size is missing"),
+    "no taps": (_config(target_layer_ids="removed"), "target_layer_ids must be a list of integers, not None"),
+    "tap type": (_config(target_layer_ids=[0, 2, 4.0]), "target_layer_ids must be a list of integers"),
+    "tap order": (_config(target_layer_ids=[0, 4, 2]), r"target_layer_ids \[0, 4, 2\] must be ascending"),
+    "last layer": (_config(target_layer_ids=[0, 2, 5]), r"target_layer_ids \[0, 2, 5\] must lie in -1..4"),
+    "tap count": (_config(target_layer_ids=[0, 2]), r"tensor fc.weight has shape \[96, 288\], .* \[96, 192\]"),
+    "mask id": (_config(mask_token_id=260), "mask_token_id 260 is outside the vocabulary of 260"),
+    "mask type": (_config(mask_token_id=None), "mask_token_id must be an integer, not None"),
+    "head": (_config(markov_head_type="lstm"), "markov_head_type 'lstm' is not supported; known: vanilla, gated, rnn"),
+    "other head": (_config(markov_head_type="gated"), "tensor markov_head.gate_proj.weight .* is missing"),
+    "no head": (_config(markov_rank=0, confidence_head_with_markov=False), "tensor confidence_head.proj.weight has"),
+    "head and confidence": (_config(markov_rank=0), "confidence_head_with_markov needs a Markov head"),
+    "rank": (_config(markov_rank=8), "tensor .*markov.* has shape"),
+    "hidden": (_config(hidden_size=80), "hidden_size is 80, but the target has 96: a drafter of another target"),
+    "vocabulary": (_config(vocab_size=300), "vocab_size is 300, but the target has 260"),
+    "target layers": (_config(num_target_layers=7), "num_target_layers is 7, but the target has 6"),
+    "layers": (_config(num_hidden_layers=1, layer_types=["full_attention"]), "tensor layers.1.* is not part of"),
+    "missing tensor": (_tensors(lambda t: t.pop("hidden_norm.weight")), r"tensor hidden_norm.weight \[96\] is missing"),
+    "extra tensor": (_tensors(lambda t: t.update(d2t=np.zeros(260, np.int64))), "tensor d2t is not part of"),
+    "wrong shape": (
+        _tensors(lambda t: t.update({"confidence_head.proj.bias": np.zeros(2, np.float32)})),
+        r"tensor confidence_head.proj.bias has shape \[2\], but its config asks for \[1\]",
+    ),
+    "other target": (
+        _tensors(lambda t: t.update({"embed_tokens.weight": t["embed_tokens.weight"][::-1].copy()})),
+        "embed_tokens.weight differs from that of the target target: a drafter of another target",
+    ),
+    "not a number": (
+        _tensors(lambda t: t.update({"embed_tokens.weight": t["embed_tokens.weight"] * np.nan})),
+        "embed_tokens.weight differs",
+    ),
+    "truncated": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]),
+        "truncated or corrupt safetensors file",
+    ),
+    "a target": (
+        lambda f: shutil.copytree(GOLDENS / "target", f, dirs_exist_ok=True),
+        "block layout unknown: architectures .*Qwen3ForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_folders(folder, target, case):
+    spoil, message = BAD[case]
+    spoil(folder)
+    with pytest.raises(InputError, match=message) as error:
+        load_drafter(folder, target=target)
+    assert str(error.value).startswith(str(folder))
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_key_can_be_allowed(folder, target):
+    edit_json(folder, mystery=1)
+    assert load_drafter(folder, target=target, allow_config_keys=("mystery",)).config.block_size == 7
