@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.rounds import DecodeConfig, DecodeState, Requests, decode_round, prefill
 from dspark_jax.sampling import SamplingParams, sampling_params
+from dspark_jax.sharding import under_auto_axes
 from dspark_jax.targets.decoder import TargetParams
 
 
@@ -91,12 +92,17 @@ def generate(
     Arguments other than `config` are arrays: a drafter of the same shape, other prompts of the same P and other
     sampling settings compile nothing. May be jitted, vmapped and sharded by the caller.
     """
+
+    @under_auto_axes
+    def run(target, drafter, tokens, lengths, requests):
+        state = prefill(target, drafter, config, requests, tokens, lengths)
+        state = jax.lax.while_loop(
+            lambda state: ~jnp.all(state.done), lambda state: decode_round(target, drafter, config, state), state
+        )
+        return _result(config, state)
+
     requests = _requests(config, keys, sampling, max_tokens, confidence_threshold)
-    state = prefill(target, drafter, config, requests, tokens, lengths)
-    state = jax.lax.while_loop(
-        lambda state: ~jnp.all(state.done), lambda state: decode_round(target, drafter, config, state), state
-    )
-    return _result(config, state)
+    return run(target, drafter, tokens, lengths, requests)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -1,5 +1,6 @@
 """Logical axes to mesh axes, in one table."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -52,3 +53,16 @@ def constrain(x: Array, axes: Sequence[str | None]) -> Array:
     if mesh.empty or math.prod(mesh.shape.values()) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(x.shape, axes, dict(mesh.shape)))
+
+
+def under_auto_axes(function):
+    """Bridges a caller's explicit mesh to the Auto axes that internals are written for; results are replicated."""
+
+    @functools.wraps(function)
+    def bridged(*arguments, **keywords):
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+            return function(*arguments, **keywords)
+        return jax.sharding.auto_axes(function, out_sharding=PartitionSpec())(*arguments, **keywords)
+
+    return bridged

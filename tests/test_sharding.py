@@ -1,0 +1,73 @@
+"""One device and eight give the same tokens, under each way a caller may hand over a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import dspark_jax
+from dspark_jax import DecodeConfig, request_keys, sampling_params
+from dspark_jax.drafters.dspark import declare_drafter
+from dspark_jax.sharding import make_mesh, partition_spec, shardings
+from dspark_jax.targets.decoder import declare_target
+from tests.models import drafter_config, pad, random_drafter, random_target, target_config
+
+PROMPTS = [[1, 4, 0, 2], [3], [2, 2, 5, 6, 1, 0, 3], [0, 1]]
+
+
+def setup():
+    config = target_config(64)
+    target = random_target(config)
+    draft_config = drafter_config(config, "rnn")
+    decode = DecodeConfig(target=config, drafter=draft_config, max_new_tokens=10)
+    tokens, lengths = (jnp.asarray(x) for x in pad(PROMPTS))
+    arguments = (tokens, lengths, request_keys(0, 4), decode)
+    return target, random_drafter(draft_config, target), arguments
+
+
+def test_sharded_verification_gives_the_same_tokens():
+    """Weights over "model", requests over "data"; the vocabulary's argmax runs on shards of it."""
+    target, drafter, (tokens, lengths, keys, decode) = setup()
+    sampling = sampling_params(4, 1.0)
+    expected = dspark_jax.generate(target, drafter, tokens, lengths, keys, decode, sampling=sampling)
+    mesh = make_mesh(4, 2)
+    target = jax.device_put(target, shardings(declare_target(decode.target), mesh, decode.target.head_dim))
+    drafter = jax.device_put(drafter, shardings(declare_drafter(decode.drafter), mesh, decode.drafter.head_dim))
+    assert target.embed_tokens.weight.addressable_shards[0].data.shape == (32, 16)
+    data = NamedSharding(mesh, PartitionSpec("data"))
+    tokens, lengths, keys, sampling = jax.device_put((tokens, lengths, keys, sampling), data)
+    with jax.set_mesh(mesh):
+        sharded = dspark_jax.generate(target, drafter, tokens, lengths, keys, decode, sampling=sampling)
+        program = dspark_jax.generate.lower(target, drafter, tokens, lengths, keys, decode, sampling=sampling).compile()
+    np.testing.assert_array_equal(sharded.tokens, expected.tokens)
+    np.testing.assert_array_equal(sharded.accepted_lengths, expected.accepted_lengths)
+    # No device ever holds all the logits of its requests: one request, four nodes, half of the vocabulary.
+    assert "f32[1,4,32]" in program.as_text()
+    assert "f32[1,4,64]" not in program.as_text()
+
+
+def test_an_explicit_mesh_is_bridged():
+    target, drafter, (tokens, lengths, keys, decode) = setup()
+    expected = dspark_jax.generate(target, drafter, tokens, lengths, keys, decode)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        tokens = jax.device_put(tokens, PartitionSpec("data"))
+        out = dspark_jax.generate(target, drafter, tokens, lengths, keys, decode)
+        inside = jax.jit(lambda *arguments: dspark_jax.generate(*arguments, decode).tokens + 0)(
+            target, drafter, tokens, lengths, keys
+        )
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+    np.testing.assert_array_equal(inside, expected.tokens)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "expected"),
+    [
+        ((64, 16), ("vocab", "embed"), PartitionSpec("model", None)),
+        ((63, 16), ("vocab", "embed"), PartitionSpec(None, None)),
+        ((4, 9, 2, 8), ("batch", None, "kv_heads", None), PartitionSpec("data", None, "model", None)),
+    ],
+)
+def test_a_dimension_that_does_not_divide_stays_whole(shape, axes, expected):
+    assert partition_spec(shape, axes, {"data": 4, "model": 2}) == expected
