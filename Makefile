@@ -3,10 +3,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test lint
+# The demo's target and prompts; DEMO is its folder.
+TARGET ?= train/assets/byte_model
+DEMO ?= runs/demo
+
+.PHONY: test lint demo
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest
+
+# Trains a drafter for a small language model, then completes held-out files by plain and by speculative decoding.
+demo: $(VENV)/installed
+	mkdir -p $(DEMO)
+	$(BIN)/python -m train stdlib-prompts --output $(DEMO)/prompts.jsonl --count 384
+	$(BIN)/python -m train stdlib-prompts --output $(DEMO)/held_out.jsonl --count 16 --split held-out
+	$(BIN)/python -m train regenerate --target $(TARGET) --prompts $(DEMO)/prompts.jsonl \
+	    --output $(DEMO)/responses.jsonl --temperature 0 1 --max-new-tokens 128 --batch-size 32
+	$(BIN)/python -m train fit --config train/configs/byte_model.yaml --target $(TARGET) \
+	    --data $(DEMO)/responses.jsonl --output $(DEMO)/fit
+	$(BIN)/python -m infer evaluate --target $(TARGET) --drafter $(DEMO)/fit/drafter \
+	    --prompts $(DEMO)/held_out.jsonl --batch-size 1 --max-new-tokens 256 --output $(DEMO)/evaluation.json --sample
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -228,18 +228,18 @@ def draft(
     def choose_row(logits, slot_noise):
         return choose(filtered(logits), slot_noise, requests.sampling)
 
-    law = None
+    def draft_law(logits):
+        return log_law(filtered(logits), requests.sampling)
+
     if config.verifier is Verifier.COUPLED:
+        law = None
         draft_noise = noise[:, :-1]
         if drafter.draft_token_ids is not None:
             draft_noise = draft_noise[..., drafter.draft_token_ids]
     else:
+        law = draft_law
         keys = purpose_keys(requests.keys, state.rounds, positions[:, :-1], Purpose.DRAFT)
         draft_noise = gumbel(keys, config.drafter.draft_vocab_size)
-
-        def law(logits):
-            return log_law(filtered(logits), requests.sampling)
-
     return propose_chain(
         drafter,
         config.drafter,
@@ -283,9 +283,7 @@ def decode_round(
     noise = _target_noise(config, state, positions)
     proposal = draft(drafter, config, state, positions, noise)
     with jax.named_scope("verify"):
-        out = forward_cached(
-            target, config.target, proposal.tokens, start, state.cache, config.taps, active
-        )
+        out = forward_cached(target, config.target, proposal.tokens, start, state.cache, config.taps, active)
         logits = target_logits(target, config.target, out.hidden)
         verdict = verify(config, state, proposal, logits, positions, noise)
     context = state.drafter

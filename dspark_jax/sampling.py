@@ -123,7 +123,9 @@ def _kept(scaled: Float[Array, "R N V"], sampling: SamplingParams) -> Bool[Array
     order = _ordered_bits(scaled.astype(jnp.float32))
     vocab_size = scaled.shape[-1]
     top_k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab_size), vocab_size)[:, None, None]
-    threshold = _largest_threshold(lambda above: jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32) >= top_k, order)
+    threshold = _largest_threshold(
+        lambda above: jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32) >= top_k, order
+    )
     kept = order >= threshold
     probabilities = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
     top_p = sampling.top_p[:, None, None].astype(probabilities.dtype)

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -20,7 +21,7 @@ RULES: dict[str, str] = {
 }
 
 
-def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(data: int, model: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh ("data", "model") with Auto axes, the mode the library's internals are written for."""
     return jax.make_mesh((data, model), ("data", "model"), (AxisType.Auto,) * 2, devices=devices)
 

@@ -146,9 +146,7 @@ def test_log_probabilities_are_the_targets():
     for row, prompt in enumerate(PROMPTS):
         whole = jnp.asarray([prompt + out.tokens[row].tolist()], jnp.int32)
         positions = jnp.arange(whole.shape[1], dtype=jnp.int32)[None]
-        hidden = forward_documents(
-            small.target, small.target_config, whole, positions, jnp.zeros_like(whole)
-        ).hidden
+        hidden = forward_documents(small.target, small.target_config, whole, positions, jnp.zeros_like(whole)).hidden
         log_p = jax.nn.log_softmax(target_logits(small.target, small.target_config, hidden))[0]
         expected = [log_p[len(prompt) - 1 + i, token] for i, token in enumerate(out.tokens[row])]
         np.testing.assert_allclose(out.log_probabilities[row], expected, atol=1e-4)

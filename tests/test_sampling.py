@@ -98,9 +98,7 @@ def test_noise_depends_on_request_and_position_alone():
     alone = position_noise(keys[1:2], positions[1:2, ::-1], 11, sampling_params(1, temperature=1.0))
     np.testing.assert_array_equal(noise[1], alone[0, ::-1])
     assert not np.array_equal(noise[0, 1], noise[1, 0])
-    first, second = (
-        jax.random.key_data(purpose_keys(keys, jnp.full(3, r, jnp.int32), positions, 0)) for r in (1, 2)
-    )
+    first, second = (jax.random.key_data(purpose_keys(keys, jnp.full(3, r, jnp.int32), positions, 0)) for r in (1, 2))
     assert not np.array_equal(first, second)
 
 

@@ -102,9 +102,7 @@ def block_hidden(
     requests, capacity = state[0].keys.shape[:2]
     block = block_embeddings(params, config, anchor_tokens[:, None], params.fc.weight.dtype)
     key_positions = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32)[None], (requests, capacity))
-    return backbone(
-        params.layers, params.norm, config, block, anchor_positions[:, None], state, key_positions
-    )[:, 0]
+    return backbone(params.layers, params.norm, config, block, anchor_positions[:, None], state, key_positions)[:, 0]
 
 
 def base_logits(params: DrafterParams, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows V_d"]:

@@ -95,6 +95,6 @@ def write_safetensors(path: str | os.PathLike, tensors: Mapping[str, Any]) -> No
     with atomic_file(path) as temporary:
         try:
             # Hugging Face's readers ask for this mark.
-            safetensors.numpy.save_file(arrays, temporary, metadata={"format": "pt"})
+            temporary.write_bytes(safetensors.numpy.save(arrays, metadata={"format": "pt"}))
         except safetensors.SafetensorError as error:
             raise InputError(f"{path}: cannot be written ({error})") from error

@@ -1,5 +1,7 @@
 """Key/value cache of fixed slots: [R, S_max, kv_heads, D] for each layer, or with a leading layer axis."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -18,7 +20,7 @@ class LayerCache:
     values: Float[Array, "R S kv_heads D"]
 
 
-def init_cache(config: DecoderConfig, requests: int, capacity: int, dtype, stacked: bool = False):
+def init_cache(config: DecoderConfig, requests: int, capacity: int, dtype, stacked: bool = False) -> Any:
     """Zeroed caches of `capacity` slots a request: a tuple, one a layer, or one stacked `LayerCache`."""
     shape = (requests, capacity, config.num_key_value_heads, config.head_dim)
     if stacked:

@@ -58,7 +58,9 @@ def target_logits(params: TargetParams, config: TargetConfig, hidden: Float[Arra
     logits = constrain(logits, ("batch", *(None,) * (logits.ndim - 2), "vocab"))
     if config.num_valid_tokens == config.vocab_size:
         return logits
-    real = (jnp.arange(config.vocab_size, dtype=jnp.int32) < config.num_valid_tokens).reshape((1,) * (logits.ndim - 1) + (-1,))
+    real = (jnp.arange(config.vocab_size, dtype=jnp.int32) < config.num_valid_tokens).reshape(
+        (1,) * (logits.ndim - 1) + (-1,)
+    )
     return jnp.where(real, logits, -jnp.inf)
 
 

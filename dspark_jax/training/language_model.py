@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from dspark_jax.config import TargetConfig
 from dspark_jax.targets.decoder import TargetParams, forward_documents, target_logits
 from dspark_jax.training.anchors import Batch
-from dspark_jax.training.step import OptimizerConfig
+from dspark_jax.training.optimizer import OptimizerConfig, make_optimizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,26 +64,15 @@ def next_token_loss(
     return jnp.sum(jax.lax.map(nats, jax.tree.map(split, (hidden, following, predicted)))), jnp.sum(predicted)
 
 
-def make_optimizer(config: LanguageModelConfig) -> optax.GradientTransformationExtraArgs:
-    """Clipped AdamW with linear warm-up and cosine decay to zero; norms, being vectors, do not decay."""
-    settings = config.optimizer
-    warmup = max(1, round(settings.warmup_fraction * config.total_steps))
-    rate = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, warmup, max(config.total_steps, warmup + 1))
-    return optax.chain(
-        optax.clip_by_global_norm(settings.clip_norm),
-        optax.adamw(
-            rate,
-            settings.beta1,
-            settings.beta2,
-            weight_decay=settings.weight_decay,
-            mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-        ),
-    )
+def _optimizer(config: LanguageModelConfig) -> optax.GradientTransformation:
+    return make_optimizer(config.optimizer, config.total_steps)
 
 
 def init_state(config: LanguageModelConfig, params: TargetParams) -> LanguageModelState:
     """State before the first step, from float32 parameters."""
-    return LanguageModelState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params))
+    return LanguageModelState(
+        jnp.zeros((), jnp.int32), params, _optimizer(config).init(params)
+    )
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -99,7 +88,9 @@ def language_model_step(
     value, gradient = jax.value_and_grad(loss)(state.params)
     # optax raises a Python float to an integer count, which a caller's strict promotion mode would refuse.
     with jax.numpy_dtype_promotion("standard"):
-        updates, optimizer = make_optimizer(config).update(gradient, state.optimizer, state.params)
+        updates, optimizer = make_optimizer(config.optimizer, config.total_steps).update(
+            gradient, state.optimizer, state.params
+        )
     return LanguageModelState(state.step + 1, optax.apply_updates(state.params, updates), optimizer), value
 
 

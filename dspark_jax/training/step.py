@@ -24,18 +24,7 @@ from dspark_jax.training.losses import (
     total_loss,
     zero_sums,
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay to zero; the defaults are the paper's."""
-
-    learning_rate: float = 6e-4
-    beta1: float = 0.9
-    beta2: float = 0.999
-    weight_decay: float = 0.0
-    warmup_fraction: float = 0.04
-    clip_norm: float = 1.0
+from dspark_jax.training.optimizer import OptimizerConfig, make_optimizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,21 +48,9 @@ class TrainState:
     key: Key[Array, ""]
 
 
-def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Learning rate by number of updates made."""
-    peak = config.optimizer.learning_rate
-    warmup = max(1, round(config.optimizer.warmup_fraction * config.total_steps))
-    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(config.total_steps, warmup + 1))
-
-
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformationExtraArgs:
-    """Clipped AdamW that leaves parameters and moments as they are when a gradient is not finite."""
-    settings = config.optimizer
-    update = optax.chain(
-        optax.clip_by_global_norm(settings.clip_norm),
-        optax.adamw(learning_rate(config), settings.beta1, settings.beta2, weight_decay=settings.weight_decay),
-    )
-    return optax.apply_if_finite(update, max_consecutive_errors=2**30)
+def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Leaves parameters and moments as they are when a gradient is not finite."""
+    return optax.apply_if_finite(make_optimizer(config.optimizer, config.total_steps), max_consecutive_errors=2**30)
 
 
 def trainable(params: DrafterParams) -> DrafterParams:
@@ -106,7 +83,7 @@ def init_params(
 def init_train_state(config: TrainConfig, key: Key[Array, ""], params: DrafterParams) -> TrainState:
     """State before the first step, from trainable parameters."""
     weights = params.replace(draft_token_ids=None)
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(weights), key)
+    return TrainState(jnp.zeros((), jnp.int32), params, _optimizer(config).init(weights), key)
 
 
 def _blocks(config: TrainConfig, key, batch: Batch):
@@ -185,7 +162,7 @@ def train_step(
 
     zeros = (jax.tree.map(jnp.zeros_like, weights), zero_sums(config.drafter.block_size))
     (gradient, sums), _ = jax.lax.scan(accumulate, zeros, (batch, keys))
-    optimizer = make_optimizer(config)
+    optimizer = _optimizer(config)
     # optax raises a Python float to an integer count, which a caller's strict promotion mode would refuse.
     with jax.numpy_dtype_promotion("standard"):
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, weights)

@@ -34,6 +34,8 @@ def reject(
     That token comes from the residual after a rejection, and from p itself after the last verified draft.
     `log_p`: the target's law after each node. `uniform`: in [0, 1), `noise`: Gumbel, both independent of the drafts.
     """
+    if proposal.log_q is None:
+        raise ValueError("rejection sampling needs the law that each draft was drawn from: log_q is None")
     drafts = proposal.tokens[:, 1:, None]
     log_p_draft = jnp.take_along_axis(log_p[:, :-1], drafts, axis=-1)[..., 0]
     log_q_draft = jnp.take_along_axis(proposal.log_q, drafts, axis=-1)[..., 0]

@@ -27,6 +27,29 @@ class Outcome:
         return line
 
 
+class Files:
+    """JSON files, written and read."""
+
+    @staticmethod
+    def write_lines(path: Path, rows: list[dict]) -> Path:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    @staticmethod
+    def read_lines(path: Path) -> list[dict]:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    @staticmethod
+    def edit_config(folder: Path, **values) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.fixture
+def files() -> type[Files]:
+    return Files
+
+
 @pytest.fixture
 def infer(capsys) -> Callable[..., Outcome]:
     """infer("generate", option=value, …): True is a bare flag, a tuple several values."""
@@ -57,7 +80,7 @@ def models() -> dict[str, str]:
 
 @pytest.fixture
 def prompts(tmp_path, golden_requests) -> Path:
-    return write_lines(tmp_path / "prompts.jsonl", [{"input_ids": entry["prompt"]} for entry in golden_requests])
+    return Files.write_lines(tmp_path / "prompts.jsonl", [{"input_ids": entry["prompt"]} for entry in golden_requests])
 
 
 @pytest.fixture
@@ -67,19 +90,5 @@ def chat_target(tmp_path) -> Path:
     shutil.copytree(GOLDENS / "target", folder)
     template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     dataclasses.replace(byte_tokenizer(), chat_template=template).save(folder)
-    edit_config(folder, max_position_embeddings=96)
+    Files.edit_config(folder, max_position_embeddings=96)
     return folder
-
-
-def edit_config(folder: Path, **values) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def write_lines(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -24,8 +24,8 @@ from train.stdlib_corpus import EOS, Split, corpus, is_held_out, token_stream
 
 LONGEST = WINDOWS[-1]
 SHIPPED = Path(byte_model.__file__).parent / "assets" / "byte_model"
-# Of the first 8 KiB of the held-out files of whichever Python runs this.
-SHIPPED_BITS_PER_BYTE = 2.6
+# Of 16 windows spread over the held-out files of whichever Python runs this; all of those of Python 3.11 give 1.73.
+SHIPPED_BITS_PER_BYTE = 2.1
 TINY = TargetConfig(
     model_type="qwen3",
     vocab_size=260,
@@ -124,7 +124,6 @@ def test_the_shipped_model():
     assert target.eos_token_ids == (EOS,)
     assert target.tokenizer is not None
     assert target.tokenizer.encode("def é") == list("def é".encode())
-    files = list(corpus(Split.HELD_OUT).values())
-    stream = token_stream([b"".join(files)[:8192]])
-    bits = held_out_bits_per_byte(target.params, target.config, stream, make_mesh(1, 1, jax.devices()[:1]))
+    stream, mesh = token_stream(list(corpus(Split.HELD_OUT).values())), make_mesh(1, 1, jax.devices()[:1])
+    bits = held_out_bits_per_byte(target.params, target.config, stream, mesh, limit=16)
     assert bits < SHIPPED_BITS_PER_BYTE

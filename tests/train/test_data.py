@@ -42,7 +42,8 @@ def test_chat_mask_is_what_the_assistant_says(encoding, tokenizer):
     ids, mask = [], []
     for text, trained in pieces:
         part = []
-        for number, plain in enumerate(text.replace("<|im_end|>", "\0\1\0").replace("<|im_start|>", "\0\2\0").split("\0")):
+        parts = text.replace("<|im_end|>", "\0\1\0").replace("<|im_start|>", "\0\2\0").split("\0")
+        for number, plain in enumerate(parts):
             part += [{"\1": 257, "\2": 256}[plain]] if number % 2 else list(plain.encode())
         ids, mask = ids + part, mask + [trained] * len(part)
     encoding = Encoding(tokenizer=tokenizer, vocab_size=260, max_length=1000)
@@ -136,7 +137,7 @@ def test_every_epoch_is_another_permutation_and_the_position_is_exact(data):
         return training_rows(documents, np.arange(30), 64, 5, seed=3)
 
     stream = rows()
-    epochs = [sum((next(stream)["record"].tolist() for _ in range(6)), []) for _ in range(2)]
+    epochs = [[record for _ in range(6) for record in next(stream)["record"].tolist()] for _ in range(2)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(30))] * 2
     assert epochs[0] != epochs[1]
     position = json.loads(json.dumps(stream.get_state()))

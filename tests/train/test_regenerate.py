@@ -82,6 +82,7 @@ def test_a_resumed_file_is_the_uninterrupted_one(chat_target, prompts, tmp_path,
     assert part.read_bytes() == data
 
 
+@pytest.mark.slow
 def test_a_drafter_changes_nothing(data, fit_arguments, chat_target, prompts, tmp_path):
     assert main(fit_arguments(tmp_path / "run")) == 0
     plain, fast = tmp_path / "plain.jsonl", tmp_path / "fast.jsonl"

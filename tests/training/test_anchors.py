@@ -30,9 +30,7 @@ def test_anchors_and_slots(mask, border, seed, wanted):
     blocks = make_blocks(batch, jnp.asarray(anchors), jnp.asarray(kept), 4)
     for r in range(2):
         valid = [
-            a
-            for a in range(LENGTH - 1)
-            if mask[r][a] and mask[r][a + 1] and documents[r][a] == documents[r][a + 1]
+            a for a in range(LENGTH - 1) if mask[r][a] and mask[r][a + 1] and documents[r][a] == documents[r][a + 1]
         ]
         assert np.flatnonzero(valid_anchors(batch)[r]).tolist() == valid
         chosen = anchors[r][kept[r]].tolist()

@@ -14,10 +14,9 @@ from dspark_jax.training.language_model import (
     init_state,
     language_model_loss,
     language_model_step,
-    make_optimizer,
     next_token_loss,
 )
-from dspark_jax.training.step import OptimizerConfig
+from dspark_jax.training.optimizer import OptimizerConfig, make_optimizer
 
 CONFIG = TargetConfig(
     model_type="qwen3",
@@ -108,7 +107,7 @@ def test_steps_learn_a_batch_and_compile_once(params, batch, compilations):
 
 def test_only_matrices_decay(params):
     settings = OptimizerConfig(weight_decay=0.5, learning_rate=1.0, warmup_fraction=0.1)
-    optimizer = make_optimizer(LanguageModelConfig(target=CONFIG, total_steps=10, optimizer=settings))
+    optimizer = make_optimizer(settings, 10)
     zeros = jax.tree.map(jnp.zeros_like, params)
     with jax.numpy_dtype_promotion("standard"):
         state, update = optimizer.init(params), jax.jit(optimizer.update)

@@ -10,10 +10,10 @@ import pytest
 from dspark_jax.drafters import dspark, markov
 from dspark_jax.drafters.confidence import confidence_logits
 from dspark_jax.drafters.markov import MarkovHead
+from dspark_jax.layers.kv_cache import init_cache
 from dspark_jax.layers.linear import Embedding, Linear, embed, matmul
 from dspark_jax.parameters import named_leaves
 from dspark_jax.targets.decoder import forward_cached, forward_documents, head_weight
-from dspark_jax.layers.kv_cache import init_cache
 from dspark_jax.training.anchors import Batch, make_blocks
 from dspark_jax.training.losses import (
     LossConfig,
@@ -97,6 +97,7 @@ def test_goldens(name):
 
 def reference_terms(logits, teacher, rows, ids):
     """Cross-entropy, L1 distance and agreement from whole logits, in numpy float64."""
+
     def softmax(x):
         e = np.exp(x - x.max(-1, keepdims=True))
         return e / e.sum(-1, keepdims=True)
@@ -153,6 +154,7 @@ def test_padded_vocabulary_rows_have_no_target_mass():
 
 def shape_only(vocabulary, width, rank, count, chunk):
     """Memory of the loss and its gradients for abstract inputs, in bytes."""
+
     def loss(w2, hidden, latents, head, teacher, rows):
         params = dspark.DrafterParams(
             embed_tokens=None,
@@ -262,9 +264,7 @@ def test_trainer_and_decoder_see_the_same(window):
     zero = jnp.zeros(1, jnp.int32)
     cache = init_cache(target_config(), 1, 2010, jnp.float32)
     read = forward_cached(target, target_config(), batch.tokens, zero, cache, config.target_layer_ids)
-    state = dspark.extend(
-        drafter, config, dspark.init_state(config, 1, 2010, jnp.float32), read.features, zero
-    )
+    state = dspark.extend(drafter, config, dspark.init_state(config, 1, 2010, jnp.float32), read.features, zero)
     for index, position in enumerate(positions):
         decoded = dspark.block_hidden(
             drafter, config, state, batch.tokens[:, position], jnp.full(1, position, jnp.int32)

@@ -204,9 +204,7 @@ def test_coupled_verification_emits_the_plain_sample_for_every_draft(head, draft
                 logits = filter_logits(logits, one(case.sampling))
                 plain.append(int(choose(logits, noise[:1, depth : depth + 1], one(case.sampling))[0, 0]))
             valid = case.proposal.valid & (jnp.arange(GAMMA + 1)[None] <= cut)
-            verdict = walk(
-                case.proposal.replace(valid=valid), choose(case.filtered, noise, case.sampling), GAMMA
-            )
+            verdict = walk(case.proposal.replace(valid=valid), choose(case.filtered, noise, case.sampling), GAMMA)
             for i in range(count):
                 stands = int(verdict.accepted[i])
                 assert stands <= cut

@@ -1,0 +1,1 @@
+"""The inference programs: `python -m infer generate | evaluate | profile`."""

@@ -1,0 +1,24 @@
+"""`python -m infer COMMAND`."""
+
+import sys
+from collections.abc import Sequence
+
+from dspark_jax.io.command_line import Command
+from dspark_jax.io.command_line import main as run_command
+from infer.evaluate import EvaluateOptions, evaluate
+from infer.generate import GenerateOptions, generate
+from infer.profile import ProfileOptions, profile
+
+COMMANDS = {
+    "generate": Command(GenerateOptions, generate),
+    "evaluate": Command(EvaluateOptions, evaluate),
+    "profile": Command(ProfileOptions, profile),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command("python -m infer", COMMANDS, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""A target and a drafter ready to decode batches."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dspark_jax
+from dspark_jax import DecodeConfig, Generation, Verifier
+from dspark_jax.io import Drafter, Target
+from infer.batching import Batch
+from infer.options import DecodingOptions
+from infer.text import Texts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoder:
+    """`dspark_jax.generate` with everything but the batch filled in. `drafter` None decodes plainly."""
+
+    target: Target
+    drafter: Drafter | None
+    config: DecodeConfig
+    options: DecodingOptions
+
+    def run(self, batch: Batch) -> Generation:
+        """Decodes to the end; on the host when it returns."""
+        return jax.tree.map(np.asarray, dspark_jax.generate(*self._arguments(batch)))
+
+    def compile(self, batch: Batch) -> None:
+        """Compiles for batches of this shape, by a run that asks for no token."""
+        nothing = dataclasses.replace(batch, max_tokens=jnp.zeros_like(batch.max_tokens))
+        jax.block_until_ready(dspark_jax.generate(*self._arguments(nothing)))
+
+    def stream(self, batch: Batch, rounds_per_chunk: int, texts: Texts) -> Iterator[Generation]:
+        """As `dspark_jax.generate_chunks`, ending requests at the stop strings of `texts`."""
+
+        def stop(_: int, tokens: np.ndarray) -> int | None:
+            return texts.find_stop(tokens)
+
+        chunks = dspark_jax.generate_chunks(
+            *self._arguments(batch), rounds_per_chunk=rounds_per_chunk, stop=stop if texts.longest_stop else None
+        )
+        return (jax.tree.map(np.asarray, chunk) for chunk in chunks)
+
+    def _arguments(self, batch: Batch) -> tuple:
+        rows = batch.shape[0]
+        threshold = jnp.full(rows, self.options.confidence_threshold, jnp.float32)
+        return (
+            self.target.params,
+            None if self.drafter is None else self.drafter.params,
+            batch.tokens,
+            batch.lengths,
+            batch.keys,
+            self.config,
+            self.options.sampling(rows),
+            batch.max_tokens,
+            threshold,
+        )
+
+
+def make_decoder(
+    target: Target,
+    drafter: Drafter | None,
+    options: DecodingOptions,
+    verifier: Verifier = Verifier.COUPLED,
+    log_probabilities: bool = False,
+) -> Decoder:
+    config = DecodeConfig(
+        target=target.config,
+        drafter=None if drafter is None else drafter.config,
+        max_new_tokens=options.max_new_tokens,
+        eos_token_ids=target.eos_token_ids,
+        verifier=verifier,
+        log_probabilities=log_probabilities,
+    )
+    return Decoder(target, drafter, config, options)

@@ -1,0 +1,233 @@
+"""`python -m infer evaluate`: what a drafter is worth, over prompt files."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from dspark_jax import Generation, Verifier, request_keys
+from dspark_jax.io import InputError, Prompt, write_json
+from dspark_jax.verification.statistics import AcceptanceCounts, count_acceptance, first_difference, score_gap
+from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
+from infer.decoding import Decoder, make_decoder
+from infer.models import describe, load_described, load_named, print_cache_size
+from infer.options import DecodingOptions
+from infer.outputs import check_output
+from infer.report import environment
+from infer.results import Difference, Result, plot_results, pool, result_fields, results_table
+
+# Two scores closer than this may change places by rounding alone.
+_NEAR_TIE = 1e-3
+_SAMPLE_CHARACTERS = 300
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(DecodingOptions):
+    """Measure a drafter: accepted lengths, acceptance by position, and speed against plain decoding.
+
+    Plain and speculative decoding of each batch alternate in one run, after compilation; times include the prefill.
+    """
+
+    drafter: str = dataclasses.field()
+    """Folder or hub id of the drafter (DeepSpec layout)."""
+    prompts: tuple[Path, ...]
+    """JSON Lines files of prompts, as for generate."""
+    output: Path = Path("evaluation.json")
+    """JSON file to write; the plot goes beside it as .png."""
+    limit: int | None = None
+    """Prompts of each file, from its beginning."""
+    verifier: tuple[Verifier, ...] = (Verifier.COUPLED,)
+    """One or more; they differ at a temperature above 0."""
+    repeats: int = 3
+    """How often each batch is timed; the median counts."""
+    sample: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one completion of each file, if there is a tokenizer."""
+
+    def check(self) -> None:
+        super().check()
+        for name in ("limit", "repeats"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InputError(f"--{name} {getattr(self, name)} must be at least 1")
+        for name in ("prompts", "verifier"):
+            if not getattr(self, name):
+                raise InputError(f"--{name}: name at least one")
+        check_output(self.output)
+        for path in self.prompts:
+            if not path.is_file():
+                raise InputError(f"{path}: no such file")
+
+
+def evaluate(options: EvaluateOptions) -> None:
+    options.check()
+    description = describe(options, options.drafter)
+    files = {path: read_prompt_file(path, description, options)[: options.limit] for path in options.prompts}
+    longest = max(len(prompt.turn_ids()) for prompts in files.values() for prompt in prompts)
+    rows = min(options.batch_size, max(map(len, files.values())))
+    print_cache_size(description, rows, bucket(longest), options)
+    target = load_described(options, description)
+    drafter = load_named(options, options.drafter, target)
+    plain = make_decoder(target, None, options)
+    verifiers = dict.fromkeys(options.verifier)
+    speculative = {verifier: make_decoder(target, drafter, options, verifier) for verifier in verifiers}
+    results = []
+    for path, prompts in files.items():
+        run = _Run(options, rows, path, prompts, plain, speculative)
+        with run.bar:
+            converse(prompts, rows, run.answer)
+        results += run.results
+        if options.sample and run.sample:
+            print(f"--- {path.name}, completed by speculative decoding:\n{run.sample}\n")
+    pooled = pool(results) if len(files) > 1 else []
+    print(results_table([*results, *pooled]))
+    for result in results:
+        if result.counts.collapsed:
+            _warn_of_collapse(result)
+    law = {
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "drafter": drafter.name,
+        "block_size": drafter.config.block_size,
+        **{
+            name: getattr(options, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "confidence_threshold", "dtype", "seed")
+        },
+        "max_new_tokens": options.max_new_tokens,
+        "batch_size": options.batch_size,
+        **environment(),
+    }
+    report = {
+        "law": law,
+        "timing": f"plain and speculative decoding alternate batch by batch, median of {options.repeats}, "
+        "compilation excluded, prefill included",
+        "results": [result_fields(result) for result in results],
+        "pooled": [result_fields(result) for result in pooled],
+    }
+    write_json(options.output, report)
+    plot = options.output.with_suffix(".png")
+    plot_results(plot, results, f"{drafter.name} for {target.name}, T = {options.temperature:g}, {law['device']}")
+    print(f"wrote {options.output} and {plot}", file=sys.stderr)
+
+
+def _warn_of_collapse(result: Result) -> None:
+    first, second = result.counts.conditional_acceptance[:2]
+    print(
+        f"warning: {result.file}, {result.verifier.value}: acceptance falls from {first:.2f} at position 0 to "
+        f"{second:.2f} at position 1; likely the drafter's layout (slot k must predict the token at anchor+k+1) or the "
+        "alignment of its context features is wrong",
+        file=sys.stderr,
+    )
+
+
+class _Run:
+    """One prompt file: answers batches, and collects a result for each verifier."""
+
+    def __init__(
+        self,
+        options: EvaluateOptions,
+        rows: int,
+        path: Path,
+        prompts: Sequence[Prompt],
+        plain: Decoder,
+        speculative: dict[Verifier, Decoder],
+    ) -> None:
+        self._rows, self._keys = rows, request_keys(options.seed, len(prompts))
+        self._options, self._plain, self._speculative = options, plain, speculative
+        self._compiled: set[tuple[int, ...]] = set()
+        self.results = [
+            Result(path.name, verifier, options.temperature, AcceptanceCounts.zero(decoder.config.width - 1))
+            for verifier, decoder in speculative.items()
+        ]
+        self.bar = tqdm(total=sum(prompt.num_turns for prompt in prompts), desc=path.stem, unit="request")
+        self.sample = ""
+
+    def answer(self, requests: list[Request]) -> list[str]:
+        context = self._plain.config.target.max_position_embeddings
+        batch = make_batch(requests, self._rows, context, self._options.max_new_tokens, self._keys)
+        decoders = [self._plain, *self._speculative.values()]
+        if batch.shape not in self._compiled:
+            self._compiled.add(batch.shape)
+            for decoder in decoders:
+                decoder.compile(batch)
+        seconds = np.zeros((self._options.repeats, len(decoders)))
+        for repeat in range(self._options.repeats):
+            generations = []
+            for column, decoder in enumerate(decoders):
+                begin = time.perf_counter()
+                generations.append(decoder.run(batch))
+                seconds[repeat, column] = time.perf_counter() - begin
+        medians = np.median(seconds, axis=0)
+        plain = generations[0]
+        for result, generation, taken in zip(self.results, generations[1:], medians[1:], strict=True):
+            self._collect(result, requests, batch, plain, generation, float(medians[0]), float(taken))
+        self.bar.update(len(requests))
+        tokenizer = self._plain.target.tokenizer
+        if tokenizer is None:
+            return [""] * len(requests)
+        replies = [tokenizer.decode(plain.tokens[row, : plain.lengths[row]]) for row in range(len(requests))]
+        if not self.sample:
+            shown = generations[1]
+            prompt = tokenizer.decode(requests[0].ids)[-_SAMPLE_CHARACTERS:]
+            self.sample = f"{prompt} ▶ {tokenizer.decode(shown.tokens[0, : shown.lengths[0]])}"
+        return replies
+
+    def _collect(
+        self,
+        result: Result,
+        requests: list[Request],
+        batch: Batch,
+        plain: Generation,
+        speculative: Generation,
+        plain_seconds: float,
+        seconds: float,
+    ) -> None:
+        result.counts = result.counts + count_acceptance(
+            speculative.accepted_lengths,
+            speculative.rounds,
+            speculative.lengths,
+            speculative.stopped,
+            speculative.verified,
+            speculative.reached,
+            speculative.accepted,
+        )
+        result.requests += len(requests)
+        result.prompt_tokens += sum(len(request.ids) for request in requests)
+        result.plain_tokens += int(plain.lengths.sum())
+        result.tokens += int(speculative.lengths.sum())
+        result.plain_seconds += plain_seconds
+        result.seconds += seconds
+        if not result.comparable:
+            return
+        for row, request in enumerate(requests):
+            expected = np.asarray(plain.tokens[row, : plain.lengths[row]])
+            found = np.asarray(speculative.tokens[row, : speculative.lengths[row]])
+            position = first_difference(expected, found)
+            if position is not None:
+                gap = self._gap(batch, row, request, expected, found, position)
+                result.differences.append(Difference(request.index, request.turn, position, gap, gap < _NEAR_TIE))
+
+    def _gap(
+        self, batch: Batch, row: int, request: Request, expected: np.ndarray, found: np.ndarray, position: int
+    ) -> float:
+        """How far apart the two tokens' scores are where the outputs first differ."""
+        if position >= min(len(expected), len(found)):
+            return float("inf")
+        tokens = np.zeros((1, batch.shape[1] + self._options.max_new_tokens), np.int32)
+        length = len(request.ids) + position
+        tokens[0, :length] = [*request.ids, *expected[:position]]
+        pair = (jnp.asarray(sequence[position : position + 1], jnp.int32) for sequence in (expected, found))
+        gap = score_gap(
+            self._plain.target.params,
+            self._plain.config.target,
+            jnp.asarray(tokens),
+            jnp.asarray([length], jnp.int32),
+            *pair,
+            batch.keys[row : row + 1],
+            self._options.sampling(1),
+        )
+        return float(gap[0])

@@ -1,0 +1,180 @@
+"""`python -m infer generate`: prompts in, completions out."""
+
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+from tqdm import tqdm
+
+from dspark_jax import Generation, Verifier, request_keys
+from dspark_jax.io import InputError, Prompt
+from dspark_jax.verification.statistics import rounds_until
+from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
+from infer.decoding import Decoder, make_decoder
+from infer.models import describe, load_described, load_named, print_cache_size, stamp
+from infer.options import DecodingOptions
+from infer.outputs import ResumableOutput
+from infer.text import Texts, TextStream
+
+_ROUNDS_PER_CHUNK = 4
+# Options that do not change what is generated.
+_IRRELEVANT = ("batch_size", "stream", "output", "allow_config_key", "target", "drafter", "no_drafter", "prompts")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(DecodingOptions):
+    """Complete prompts by speculative or plain decoding.
+
+    A prompt line has `input_ids`, `prompt` (raw text), `messages` or `turns` (both through the chat template). An
+    output line has `input_ids`, `output_ids` (new tokens only), `text`, `accepted_lengths` (tokens of each round, bonus
+    included), `finish_reason` (stop or length), and `turn` for prompts with turns. Interrupted work is kept in
+    OUTPUT.partial, and the same command goes on with it.
+    """
+
+    prompts: Path
+    """JSON Lines file, one prompt a line."""
+    output: Path
+    """JSON Lines file to write, in the order of the prompts."""
+    no_drafter: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Decode plainly, even if a drafter is named."""
+    verifier: Verifier = Verifier.COUPLED
+    """How drafts are accepted at a temperature above 0: coupled yields plain sampling's tokens, rejection its law."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a request; the text ends before them."""
+    log_probabilities: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Also write each new token's log-probability under the target (temperature 1, unfiltered)."""
+    stream: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the text as it comes, one prompt at a time."""
+
+    def check(self) -> None:
+        super().check()
+        if self.drafter is None and not self.no_drafter:
+            raise InputError("--drafter is missing; name one, or decode plainly with --no-drafter")
+        if "" in self.stop:
+            raise InputError("--stop: a stop string must not be empty")
+
+
+def generate(options: GenerateOptions) -> None:
+    options.check()
+    if not options.prompts.is_file():
+        raise InputError(f"{options.prompts}: no such file")
+    drafter_name = None if options.no_drafter else options.drafter
+    output = ResumableOutput(options.output, _settings(options, drafter_name))
+    description = describe(options, drafter_name)
+    prompts = read_prompt_file(options.prompts, description, options)
+    if description.tokenizer is None and (options.stop or options.stream):
+        raise InputError(f"{options.target}: has no tokenizer, which --stop and --stream need")
+    rows = 1 if options.stream else min(options.batch_size, len(prompts))
+    longest = bucket(max(len(prompt.turn_ids()) for prompt in prompts))
+    if not options.stream:
+        print_cache_size(description, rows, longest, options)
+    target = load_described(options, description)
+    drafter = None if drafter_name is None else load_named(options, drafter_name, target)
+    decoder = make_decoder(target, drafter, options, options.verifier, options.log_probabilities)
+    _Run(options, decoder, output, prompts, rows).run()
+
+
+def _settings(options: GenerateOptions, drafter: str | None) -> dict[str, Any]:
+    """What unfinished work must have in common with this run."""
+    values = {key: value for key, value in dataclasses.asdict(options).items() if key not in _IRRELEVANT}
+    values |= {
+        "verifier": options.verifier.value,
+        "prompts": hashlib.sha256(options.prompts.read_bytes()).hexdigest()[:16],
+        "target": [options.target, stamp(options.target)],
+        "drafter": None if drafter is None else [drafter, stamp(drafter)],
+    }
+    return json.loads(json.dumps(values))
+
+
+class _Run:
+    """One command's loop over batches."""
+
+    def __init__(
+        self, options: GenerateOptions, decoder: Decoder, output: ResumableOutput, prompts: Sequence[Prompt], rows: int
+    ) -> None:
+        self._options, self._decoder, self._output = options, decoder, output
+        self._prompts, self._rows = prompts, rows
+        self._keys = request_keys(options.seed, len(prompts))
+        tokenizer = decoder.target.tokenizer
+        self._texts = None if tokenizer is None else Texts(tokenizer, options.stop)
+        self._tokens = 0
+
+    def run(self) -> None:
+        known = {key: row["text"] or "" for key, row in self._output.rows.items()}
+        if known:
+            print(f"going on with {len(known)} lines of {self._output.partial}", file=sys.stderr)
+        total = sum(prompt.num_turns for prompt in self._prompts)
+        self._begin = time.perf_counter()
+        with tqdm(total=total, initial=len(known), unit="output", disable=self._options.stream) as self._bar:
+            try:
+                converse(self._prompts, self._rows, self._answer, known, self._no_room)
+            except KeyboardInterrupt:
+                kept = f"{len(self._output.rows)} of {total} lines are in {self._output.partial}"
+                raise KeyboardInterrupt(f"{kept}; the same command goes on with them") from None
+            finally:
+                self._output.close()
+        self._output.finish()
+        seconds = time.perf_counter() - self._begin
+        print(
+            f"{self._tokens} new tokens in {seconds:.1f} s, compilation included "
+            f"({self._tokens / seconds:.1f} tokens/s); wrote {self._output.path}",
+            file=sys.stderr,
+        )
+
+    def _answer(self, requests: list[Request]) -> list[str]:
+        context = self._decoder.config.target.max_position_embeddings
+        batch = make_batch(requests, self._rows, context, self._options.max_new_tokens, self._keys)
+        if self._texts is not None and self._options.stream:
+            result = self._stream(batch, self._texts)
+        elif self._texts is not None and self._options.stop:
+            *_, result = self._decoder.stream(batch, _ROUNDS_PER_CHUNK, self._texts)
+        else:
+            result = self._decoder.run(batch)
+        replies = []
+        for row, request in enumerate(requests):
+            line = self._line(request, result, row)
+            self._output.add(request.index, request.turn, line)
+            replies.append(line["text"] or "")
+            self._tokens += len(line["output_ids"])
+        self._bar.set_postfix_str(f"{self._tokens / (time.perf_counter() - self._begin):.1f} tokens/s", refresh=False)
+        self._bar.update(len(requests))
+        return replies
+
+    def _stream(self, batch: Batch, texts: Texts) -> Generation:
+        shown = TextStream(texts)
+        for result in self._decoder.stream(batch, 1, texts):
+            ids = result.tokens[0, : result.lengths[0]].tolist()
+            print(shown.push(ids, bool(result.done[0])), end="", flush=True)
+        print(flush=True)
+        return result
+
+    def _line(self, request: Request, result: Generation, row: int) -> dict[str, Any]:
+        length = int(result.lengths[row])
+        ids = result.tokens[row, :length].tolist()
+        accepted = result.accepted_lengths[row, : result.rounds[row]]
+        line = {
+            "input_ids": request.ids,
+            "output_ids": ids,
+            "text": None if self._texts is None else self._texts.decode(ids),
+            "accepted_lengths": accepted[: rounds_until(accepted, length)].tolist(),
+            "finish_reason": "stop" if result.stopped[row] else "length",
+        }
+        if request.prompt.turns is not None:
+            line["turn"] = request.turn
+        if result.log_probabilities is not None:
+            line["log_probabilities"] = result.log_probabilities[row, :length].tolist()
+        return line
+
+    def _no_room(self, index: int, turn: int) -> None:
+        line = {"input_ids": [], "output_ids": [], "text": "", "accepted_lengths": [], "finish_reason": "length"}
+        line["turn"] = turn
+        if self._options.log_probabilities:
+            line["log_probabilities"] = []
+        self._output.add(index, turn, line)
+        self._bar.update(1)

@@ -1,0 +1,62 @@
+"""Options that several commands share."""
+
+import dataclasses
+from typing import Literal
+
+from dspark_jax import SamplingParams, sampling_params
+from dspark_jax.io import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """A target, and perhaps a drafter."""
+
+    target: str
+    """Folder of a Hugging Face checkpoint, a hub id, or a .gguf file."""
+    drafter: str | None = None
+    """Folder or hub id of the drafter (DeepSpec layout)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and caches; on CPU float32 is the faster."""
+    allow_config_key: tuple[str, ...] = ()
+    """Unknown keys of the models' config.json that may be ignored."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodingOptions(ModelOptions):
+    """How to decode."""
+
+    max_new_tokens: int = 128
+    """New tokens a request, at most; fewer where the context ends."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that together have this probability; 1 keeps all."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the likeliest; 0 keeps all."""
+    seed: int = 0
+    """Each request's samples depend on this and on its place in the prompt file, not on the batch."""
+    batch_size: int = 8
+    """Requests decoded together."""
+    confidence_threshold: float = 0.0
+    """Drafts are cut before the first whose confidence is under this; 0 cuts nothing."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template as true (--enable-thinking) or false (--no-enable-thinking); else its default."""
+
+    def check(self) -> None:
+        """Raises an InputError that names an option whose value is out of range."""
+        self.sampling(1)
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+        if not 0 <= self.confidence_threshold <= 1:
+            raise InputError(f"--confidence-threshold {self.confidence_threshold} must be in [0, 1]")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed {self.seed} must be in 0..{2**32 - 1}")
+
+    def sampling(self, requests: int) -> SamplingParams:
+        try:
+            return sampling_params(requests, self.temperature, self.top_k, self.top_p, self.min_p)
+        except ValueError as error:
+            raise InputError(f"--{str(error).replace('_', '-')}") from error

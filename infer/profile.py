@@ -1,0 +1,275 @@
+"""`python -m infer profile`: how far decoding is from what the memory allows."""
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import dspark_jax
+from dspark_jax import DecodeConfig, DrafterConfig, request_keys
+from dspark_jax.drafters import dspark
+from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafting.chain import sequential_stage
+from dspark_jax.io import Drafter, InputError, Target, write_json
+from dspark_jax.targets.decoder import TargetParams, head_weight
+from infer.batching import bucket
+from infer.models import describe, load_described, load_named
+from infer.options import ModelOptions
+from infer.outputs import check_output
+from infer.report import environment, save_figure, shown, table
+
+_WIDTHS = (1, 2, 4, 8)
+# More than the caches of most processors hold.
+_BANDWIDTH_BYTES = 512 * 2**20
+_BANDWIDTH_TRIES = 3
+_BOUND, _STEP = "bound: weights read once", "step: one token"
+
+Timer = Callable[[], float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileOptions(ModelOptions):
+    """Time decoding steps, verification and drafting, and compare a step with reading the weights once.
+
+    One request. Memory bandwidth and everything else are measured in turn, again and again; medians are reported, and
+    ratios are medians of the ratios within each turn; the best turns are what a busy machine disturbed least. Times
+    are of loops on the device, the prefill taken off.
+    """
+
+    output: Path = Path("profile.json")
+    """JSON file to write; the plot goes beside it as .png."""
+    context: int = 128
+    """Tokens of the prompt."""
+    steps: int = 32
+    """Steps of each timed loop."""
+    repeats: int = 7
+    """Turns."""
+
+    def check(self) -> None:
+        for name in ("context", "steps", "repeats"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name} {getattr(self, name)} must be at least 1")
+        check_output(self.output)
+
+
+def profile(options: ProfileOptions) -> None:
+    options.check()
+    description = describe(options, options.drafter)
+    longest = description.config.max_position_embeddings
+    if options.context + options.steps >= longest:
+        raise InputError(
+            f"--context {options.context} and --steps {options.steps} are more than the target's {longest} positions"
+        )
+    target = load_described(options, description)
+    drafter = None if options.drafter is None else load_named(options, options.drafter, target)
+    timers: dict[str, Timer] = {"read": _bandwidth_timer()}
+    for width in _WIDTHS:
+        timers[f"verify {width}"] = _decoding_timer(options, target, None, width)
+    if drafter is not None:
+        timers |= _drafting_timers(options, target, drafter)
+        timers["round"] = _decoding_timer(options, target, drafter, 1)
+    for timer in tqdm(timers.values(), desc="compile", unit="program"):
+        timer()
+    turns = {name: np.zeros(options.repeats) for name in timers}
+    for turn in tqdm(range(options.repeats), desc="measure", unit="turn"):
+        for name, timer in timers.items():
+            turns[name][turn] = timer()
+    report = _report(options, target, drafter, turns)
+    print(_table(report))
+    write_json(options.output, report)
+    plot = options.output.with_suffix(".png")
+    _plot(plot, report)
+    print(f"wrote {options.output} and {plot}", file=sys.stderr)
+
+
+def _bandwidth_timer() -> Timer:
+    """Seconds to read `_BANDWIDTH_BYTES`, by row sums or by products with a vector, whichever is faster.
+
+    The mean of a few tries, as a decoding loop's time is one: the best try would see less of a busy machine's noise.
+    """
+    shape = (4096, _BANDWIDTH_BYTES // 4 // 4096)
+    matrix, vector = jnp.ones(shape, jnp.float32), jnp.ones((shape[1], 1), jnp.float32)
+    sums = jax.jit(lambda x: jnp.sum(x, axis=1))
+    products = jax.jit(jnp.matmul)
+
+    def timer() -> float:
+        calls = (lambda: sums(matrix), lambda: products(matrix, vector))
+        return min(float(np.mean([_seconds(call) for _ in range(_BANDWIDTH_TRIES)])) for call in calls)
+
+    return timer
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - begin
+
+
+def _decoding_timer(options: ProfileOptions, target: Target, drafter: Drafter | None, width: int) -> Timer:
+    """Seconds a round of `generate`: of plain passes over `width` tokens, or of speculative decoding."""
+    config = DecodeConfig(
+        target=target.config,
+        drafter=None if drafter is None else drafter.config,
+        max_new_tokens=options.steps + 1,
+        plain_width=width,
+    )
+    tokens = jnp.arange(bucket(options.context), dtype=jnp.int32)[None] % target.config.num_valid_tokens
+    lengths, keys = jnp.asarray([options.context], jnp.int32), request_keys(0, 1)
+    parameters = None if drafter is None else drafter.params
+
+    def run(max_tokens: int) -> tuple[float, int]:
+        most = jnp.asarray([max_tokens], jnp.int32)
+        begin = time.perf_counter()
+        result = dspark_jax.generate(target.params, parameters, tokens, lengths, keys, config, max_tokens=most)
+        jax.block_until_ready(result)
+        return time.perf_counter() - begin, int(result.rounds[0])
+
+    def timer() -> float:
+        prefill, _ = run(1)
+        whole, rounds = run(options.steps + 1)
+        # Another program may have slowed the prefill alone; that turn says nothing.
+        return (whole - prefill) / rounds if whole > prefill else float("nan")
+
+    return timer
+
+
+def _drafting_timers(options: ProfileOptions, target: Target, drafter: Drafter) -> dict[str, Timer]:
+    capacity = bucket(options.context) + options.steps
+    state = dspark.init_state(drafter.config, 1, capacity, target.params.embed_tokens.weight.dtype)
+    loops = {"draft backbone": _backbone_loop, "draft sequential": _sequential_loop}
+
+    def make(loop) -> Timer:
+        return lambda: (
+            _seconds(lambda: loop(drafter.params, state, drafter.config, options.context, options.steps))
+            / options.steps
+        )
+
+    return {name: make(loop) for name, loop in loops.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps"))
+def _backbone_loop(params: DrafterParams, state, config: DrafterConfig, context: int, steps: int):
+    """The parallel stage, `steps` times, of another anchor each time."""
+
+    def body(step, _):
+        anchor = jnp.full((1,), step % config.vocab_size, jnp.int32)
+        return dspark.block_hidden(params, config, state, anchor, jnp.full((1,), context + step, jnp.int32))
+
+    hidden = jnp.zeros((1, config.block_size, config.hidden_size), params.fc.weight.dtype)
+    return jax.lax.fori_loop(0, steps, body, hidden)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps"))
+def _sequential_loop(params: DrafterParams, state, config: DrafterConfig, context: int, steps: int):
+    """The draft head and the sequential stage, `steps` times, each from the last token of the one before."""
+    del state, context
+    noise = jnp.zeros((1, config.block_size), jnp.int32)
+
+    def body(_, carry):
+        hidden, anchor = carry
+        rows, _, _ = sequential_stage(
+            params, config, hidden, anchor, noise, lambda logits, _: jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        )
+        # Other hidden states each time, so that the head's product cannot leave the loop.
+        return hidden.at[:, :, 0].set(rows.astype(hidden.dtype)), dspark.target_token_ids(params, rows[:, -1])
+
+    hidden = jnp.ones((1, config.block_size, config.hidden_size), params.fc.weight.dtype)
+    return jax.lax.fori_loop(0, steps, body, (hidden, jnp.zeros(1, jnp.int32)))
+
+
+def _weight_bytes(params: TargetParams) -> int:
+    """Bytes of the weights that every token's pass reads: all but an embedding table that is not the head too."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((params.layers, params.norm, head_weight(params))))
+
+
+def _median(values: np.ndarray) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else None
+
+
+def _best(values: np.ndarray) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(np.min(known)) if len(known) else None
+
+
+def _ratio(times: dict[str, dict[str, Any]], name: str, other: str) -> float | None:
+    first, second = times[name]["best_ms"], times[other]["best_ms"]
+    return None if first is None or second is None else first / second
+
+
+def _report(
+    options: ProfileOptions, target: Target, drafter: Drafter | None, turns: dict[str, np.ndarray]
+) -> dict[str, Any]:
+    weights = _weight_bytes(target.params)
+    bound = turns["read"] * (weights / _BANDWIDTH_BYTES)
+    step = turns["verify 1"]
+
+    def entry(seconds: np.ndarray) -> dict[str, Any]:
+        return {
+            "ms": _median(1e3 * seconds),
+            "best_ms": _best(1e3 * seconds),
+            "over_bound": _median(seconds / bound),
+            "over_step": _median(seconds / step),
+        }
+
+    times = {_BOUND: entry(bound), _STEP: entry(step)}
+    times |= {f"verify {width} tokens": entry(turns[f"verify {width}"]) for width in _WIDTHS[1:]}
+    if drafter is not None:
+        times["draft: backbone"] = entry(turns["draft backbone"])
+        times["draft: head and sequential stage"] = entry(turns["draft sequential"])
+        times["speculative round"] = entry(turns["round"])
+    eight = f"verify {_WIDTHS[-1]} tokens"
+    return {
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "drafter": None if drafter is None else drafter.name,
+        "dtype": options.dtype,
+        "context": options.context,
+        "repeats": options.repeats,
+        **environment(),
+        "bandwidth_gb_per_second": _median(_BANDWIDTH_BYTES / turns["read"] / 1e9),
+        "weight_bytes_per_token": weights,
+        "step_over_bound": times[_STEP]["over_bound"],
+        "verify_8_over_step": times[eight]["over_step"],
+        "step_over_bound_of_best": _ratio(times, _STEP, _BOUND),
+        "verify_8_over_step_of_best": _ratio(times, eight, _STEP),
+        "times": times,
+    }
+
+
+def _table(report: dict[str, Any]) -> str:
+    rows = [["", "median ms", "best ms", "/ bound", "/ step"]]
+    for name, entry in report["times"].items():
+        rows.append([name, *(shown(entry[key]) for key in ("ms", "best_ms", "over_bound", "over_step"))])
+    weights, bandwidth = report["weight_bytes_per_token"] / 1e6, shown(report["bandwidth_gb_per_second"], 1)
+    ratios = "\n".join(
+        f"{name}: step / bound = {shown(report[f'step_over_bound{of}'])}, "
+        f"verify(8) / step = {shown(report[f'verify_8_over_step{of}'])}"
+        for name, of in (("medians", ""), ("best turns", "_of_best"))
+    )
+    return (
+        f"{report['target']}, {report['dtype']}, {report['device']}\n"
+        f"weights read for a token: {weights:,.1f} MB; memory bandwidth: {bandwidth} GB/s\n{ratios}\n\n{table(rows)}\n"
+    )
+
+
+def _plot(path: Path, report: dict[str, Any]) -> None:
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    names, times = list(report["times"]), [entry["ms"] or 0.0 for entry in report["times"].values()]
+    axes.bar_label(axes.barh(names, times), fmt="%.2f", padding=3)
+    axes.axvline(times[0], color="black", linewidth=1, linestyle="--")
+    axes.invert_yaxis()
+    axes.set(
+        title=f"{report['target']}, {report['dtype']}, {report['device']}", xlabel="ms", xlim=(0, max(times) * 1.15)
+    )
+    save_figure(path, figure)

@@ -1,0 +1,145 @@
+"""Bad input ends with exit code 2 and one line that names the file and the field."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+
+@pytest.fixture
+def options(tmp_path, models, prompts) -> dict:
+    return {**models, "prompts": prompts, "output": tmp_path / "out.jsonl", "max_new_tokens": 64}
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+BAD_PROMPTS = {
+    "empty": ("", ["empty"]),
+    "malformed": ('{"input_ids": [1]}\n{"input_ids": [1\n', ["line 2", "malformed JSON"]),
+    "not UTF-8": (b'{"input_ids": [1]}\n\xff\n', ["line 2", "UTF-8"]),
+    "no content": ('{"text": "x"}\n', ["line 1", "input_ids, prompt, turns, messages"]),
+    "too long": (json.dumps({"input_ids": [1]}) + "\n" + json.dumps({"input_ids": [1] * 1024}), ["line 2", "1024 tok"]),
+    "no token": ('{"input_ids": []}\n', ["line 1", "empty"]),
+    "outside the vocabulary": ('{"input_ids": [1, 260]}\n', ["line 1", "260", "vocabulary"]),
+    "negative": ('{"input_ids": [-1]}\n', ["line 1", "-1", "vocabulary"]),
+    "without a tokenizer": ('{"prompt": "x"}\n', ["line 1", "tokenizer"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_prompts(infer, options, tmp_path, case):
+    content, named = BAD_PROMPTS[case]
+    prompts = write(tmp_path / "bad.jsonl", content)
+    outcome = infer("generate", **options | {"prompts": prompts})
+    assert outcome.code == 2
+    for text in (str(prompts), *named):
+        assert text in outcome.error_line
+    assert {path.name for path in tmp_path.iterdir()} == {"bad.jsonl", "prompts.jsonl"}
+
+
+BAD_OPTIONS = {
+    "missing prompts": ({"prompts": "none.jsonl"}, ["none.jsonl: no such file"]),
+    "missing target": ({"target": "./none"}, ["./none: no such folder"]),
+    "missing drafter": ({"drafter": "./none"}, ["./none: no such folder"]),
+    "missing output folder": ({"output": "none/out.jsonl"}, ["none/out.jsonl", "folder none"]),
+    "output is a folder": ({"output": str(GOLDENS)}, [str(GOLDENS), "is a folder"]),
+    "temperature": ({"temperature": -1}, ["--temperature -1"]),
+    "top-p": ({"top_p": 0}, ["--top-p 0"]),
+    "top-k": ({"top_k": -1}, ["--top-k -1"]),
+    "min-p": ({"min_p": 2}, ["--min-p 2"]),
+    "max-new-tokens": ({"max_new_tokens": 0}, ["--max-new-tokens 0"]),
+    "batch-size": ({"batch_size": 0}, ["--batch-size 0"]),
+    "confidence-threshold": ({"confidence_threshold": 1.5}, ["--confidence-threshold 1.5"]),
+    "seed": ({"seed": -1}, ["--seed -1"]),
+    "stop needs a tokenizer": ({"stop": "x"}, ["--stop", "tokenizer"]),
+    "GGUF": ({"target": "none.gguf"}, ["none.gguf: no such file"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_options(infer, options, case):
+    changed, named = BAD_OPTIONS[case]
+    outcome = infer("generate", **options | changed)
+    assert outcome.code == 2
+    for text in named:
+        assert text in outcome.error_line
+
+
+def test_neither_a_drafter_nor_plain(infer, options):
+    del options["drafter"]
+    outcome = infer("generate", **options)
+    assert outcome.code == 2
+    assert "--no-drafter" in outcome.error_line
+
+
+BAD_MODELS = {
+    "unknown key of the target": ("target", {"new_field": 1}, "new_field"),
+    "unknown key of the drafter": ("drafter", {"new_field": 1}, "new_field"),
+    "drafter of a deeper target": ("drafter", {"num_target_layers": 8}, "num_target_layers"),
+    "drafter of another vocabulary": ("drafter", {"vocab_size": 300}, "vocab_size"),
+    "mask outside the vocabulary": ("drafter", {"mask_token_id": 260}, "mask_token_id"),
+    "last layer tapped": ("drafter", {"target_layer_ids": [0, 5]}, "target_layer_ids"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+def test_configs(infer, options, tmp_path, files, case):
+    which, values, field = BAD_MODELS[case]
+    folder = tmp_path / "model"
+    shutil.copytree(options[which], folder)
+    files.edit_config(folder, **values)
+    outcome = infer("generate", **options | {which: folder})
+    assert outcome.code == 2
+    assert f"{folder}/config.json" in outcome.error_line and field in outcome.error_line
+
+
+def test_an_unknown_key_may_be_allowed(infer, options, tmp_path, files):
+    folder = tmp_path / "model"
+    shutil.copytree(options["target"], folder)
+    files.edit_config(folder, new_field=1)
+    prompts = write(tmp_path / "long.jsonl", json.dumps({"input_ids": [1] * 2000}))
+    outcome = infer("generate", **options | {"target": folder, "prompts": prompts}, allow_config_key="new_field")
+    assert "new_field" not in outcome.error_line, "the next mistake is told"
+
+
+@pytest.mark.parametrize("which", ["target", "drafter"])
+def test_truncated_weights(infer, options, tmp_path, which):
+    folder = tmp_path / "model"
+    shutil.copytree(options[which], folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    outcome = infer("generate", **options | {which: folder})
+    assert outcome.code == 2
+    assert str(weights) in outcome.error_line
+
+
+def test_yaml(infer, options, tmp_path):
+    config = write(tmp_path / "run.yaml", "temprature: 1\n")
+    outcome = infer("generate", config=config, **options)
+    assert outcome.code == 2
+    assert f"{config}: unknown key temprature; known:" in outcome.error_line
+    assert "temperature" in outcome.error_line
+
+
+@pytest.mark.parametrize("command", ["evaluate", "profile"])
+def test_other_commands(infer, models, prompts, tmp_path, command):
+    options = {**models, "output": tmp_path / "none" / "report.json"}
+    if command == "evaluate":
+        options["prompts"] = prompts
+    outcome = infer(command, **options)
+    assert outcome.code == 2
+    assert str(options["output"]) in outcome.error_line
+
+
+def test_usage_errors(infer):
+    assert infer("generate", target="x").code == 2
+    assert infer("generate", "--no-such-option").code == 2
+    assert infer("no-such-command").code == 2
+    assert infer("generate", "--help").code == 0
+    assert infer("--help").code == 0

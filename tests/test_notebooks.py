@@ -1,0 +1,24 @@
+"""The notebooks run from their first cell to their last, on a small budget."""
+
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUICKSTART_STEPS", "4")
+    monkeypatch.setenv("QUICKSTART_PROMPTS", "12")
+    monkeypatch.setenv("QUICKSTART_FOLDER", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(path.parents[1]))
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "commit notebooks without outputs"
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": sys.executable, "language": "python"}
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    assert (tmp_path / "evaluation.png").exists()

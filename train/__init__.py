@@ -1,0 +1,1 @@
+"""The training programs: command lines, data and files. They contain no mathematics."""

@@ -1,0 +1,72 @@
+"""`python -m train export`: a run's drafter as a DeepSpec folder."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from dspark_jax.config import DrafterConfig
+from dspark_jax.drafters.dspark import DrafterParams, declare_drafter
+from dspark_jax.io import InputError, Target, load_target, save_drafter
+from dspark_jax.io.drafter_config import drafter_config_from_fields
+from dspark_jax.parameters import abstract
+from dspark_jax.training.step import with_frozen
+from train.checkpoints import Checkpoints
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write the drafter of a training run as a folder that engines load."""
+
+    run: Path
+    """Output folder of `fit`."""
+    output: Path
+    """Folder to write."""
+    which: Literal["best", "last"] = "best"
+    """Best on held-out data, or newest."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the written tensors."""
+    layout: Literal["deepspec", "reduced"] = "deepspec"
+    """deepspec is what engines load, and refuses a reduced draft vocabulary; reduced may hold one."""
+    target: str | None = None
+    """Where the target lies now, if it is not where it was in training."""
+    allow_config_key: tuple[str, ...] = ()
+    """Unknown keys of the target's config.json that may be ignored."""
+
+
+def export(
+    checkpoints: Checkpoints, step: int, config: DrafterConfig, target: Target, output: Path, dtype: str, deepspec: bool
+) -> None:
+    """Writes the drafter of one checkpoint, with the target's embedding and head."""
+    declaration = declare_drafter(config).replace(embed_tokens=None, lm_head=None)
+    params: DrafterParams = checkpoints.restore_params(step, abstract(declaration))
+    save_drafter(
+        output,
+        config,
+        with_frozen(params, target.params),
+        target.config,
+        dtype=dtype,
+        eos_token_ids=target.eos_token_ids,
+        deepspec=deepspec,
+    )
+
+
+def main(config: ExportConfig) -> None:
+    """Runs the command."""
+    checkpoints = Checkpoints(config.run / CHECKPOINTS, read_only=True)
+    last = checkpoints.last()
+    if last is None:
+        raise InputError(f"{config.run / CHECKPOINTS}: no checkpoint yet; run `fit` until it has written one")
+    notes = checkpoints.notes(last)
+    step = notes["best"]["step"] if config.which == "best" and notes["best"] else last
+    target = load_target(
+        config.target or notes["target"], dtype=notes["dtype"], allow_config_keys=config.allow_config_key
+    )
+    if target.fingerprint != notes["settings"]["target"]:
+        raise InputError(
+            f"--target {config.target or notes['target']}: not the target that the drafter was trained for"
+        )
+    drafter = drafter_config_from_fields(notes["drafter"])
+    export(checkpoints, step, drafter, target, config.output, config.dtype, config.layout == "deepspec")
+    print(f"{config.output}: the drafter after step {step}")

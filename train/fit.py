@@ -1,0 +1,81 @@
+"""`python -m train fit`: data, target and drafter brought together, trained and exported."""
+
+import jax
+
+from dspark_jax.io import Target, load_target
+from dspark_jax.io.drafter_config import fields_from_drafter_config
+from dspark_jax.training.step import TrainConfig, init_train_state
+from train.checkpoints import Checkpoints
+from train.data import Encoding, held_out_rows, load_documents, row_length, split, training_rows
+from train.export import CHECKPOINTS, export
+from train.fit_config import FitConfig, check_settings, settings
+from train.loop import Run, fit
+from train.metrics import plot
+from train.new_drafter import initial_drafter
+
+DRAFTER = "drafter"
+
+
+def main(config: FitConfig) -> None:
+    """Runs the command."""
+    target = load_target(config.target, dtype=config.dtype, allow_config_keys=config.allow_config_key)
+    checkpoints = Checkpoints(config.output / CHECKPOINTS)
+    now = settings(config, target)
+    if (last := checkpoints.last()) is not None:
+        check_settings(checkpoints.notes(last)["settings"], now, config)
+    try:
+        _train(config, target, checkpoints, now)
+    finally:
+        checkpoints.close()
+
+
+def _train(config: FitConfig, target: Target, checkpoints: Checkpoints, now: dict) -> None:
+    documents, chosen, held_out_documents, held_out = _documents(config, target)
+    initial_key, run_key = jax.random.split(jax.random.key(config.seed))
+    drafter, params = initial_drafter(config, target, documents, initial_key)
+    length = row_length(documents, config.max_length)
+    steps = config.steps or max(1, round(config.epochs * len(chosen) / config.batch_size))
+    train = TrainConfig(
+        target=target.config, drafter=drafter, total_steps=steps, loss=config.loss, optimizer=config.optimizer
+    )
+    rows = config.batch_size // config.accumulation
+    held_out_length = row_length(held_out_documents, config.max_length)
+    run = Run(
+        config,
+        train,
+        target.params,
+        training_rows(documents, chosen, length, config.batch_size, config.seed),
+        lambda: held_out_rows(held_out_documents, held_out, held_out_length, rows),
+        checkpoints,
+        {
+            "settings": now,
+            "drafter": fields_from_drafter_config(drafter),
+            "target": config.target,
+            "dtype": config.dtype,
+        },
+    )
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(
+        f"{len(chosen)} documents ({len(held_out)} held out, {documents.dropped} dropped), rows of {length} tokens, "
+        f"{steps} steps of {config.batch_size}; {size:,} trained parameters"
+    )
+    best = fit(run, init_train_state(train, run_key, params))
+    plot(config.output)
+    export(checkpoints, best, drafter, target, config.output / DRAFTER, config.dtype, deepspec=False)
+    print(f"{config.output / DRAFTER}: the drafter after step {best}")
+
+
+def _documents(config: FitConfig, target: Target):
+    """Documents and chosen indices, for training and held out."""
+    encoding = Encoding(
+        tokenizer=target.tokenizer,
+        vocab_size=target.config.vocab_size,
+        max_length=min(config.max_length, target.config.max_position_embeddings),
+        enable_thinking=config.enable_thinking,
+    )
+    documents = load_documents(config.data, encoding)
+    if not config.held_out_data:
+        chosen, held_out = split(documents)
+        return documents, chosen, documents, held_out
+    held_out_documents = load_documents(config.held_out_data, encoding)
+    return documents, range(len(documents)), held_out_documents, range(len(held_out_documents))

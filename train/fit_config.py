@@ -1,0 +1,148 @@
+"""The options of `python -m train fit`, and what a checkpoint must agree on to be continued."""
+
+import dataclasses
+import enum
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from dspark_jax.config import MarkovHeadType
+from dspark_jax.io import InputError, Target
+from dspark_jax.training.losses import LossConfig
+from dspark_jax.training.optimizer import OptimizerConfig
+from train.data import file_digest
+
+# Options that change no number of the run, and files, which are compared by their contents.
+_FREE = {"output", "checkpoint_every", "log_every", "max_not_finite", "target", "data", "held_out_data"}
+_AT_LEAST_ONE = ("num_layers", "block_size", "sliding_window", "draft_vocab_size", "num_anchors", "steps", "epochs",
+                 "batch_size", "accumulation", "checkpoint_every", "eval_every", "log_every",
+                 "max_not_finite")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """Train a drafter for a frozen target.
+
+    The same command again goes on exactly where the last checkpoint is. The best drafter is written to
+    OUTPUT/drafter, beside checkpoints, metrics.jsonl, metrics.png and TensorBoard's files.
+    """
+
+    target: str
+    """Hugging Face folder or hub id, or a .gguf file."""
+    data: tuple[Path, ...]
+    """JSON Lines files whose records have messages, or input_ids and output_ids, or text."""
+    output: Path
+    """Folder of the run."""
+    init: str | None = None
+    """Drafter folder or hub id to fine-tune, instead of a fresh drafter."""
+    held_out_data: tuple[Path, ...] = ()
+    """Files to choose the best checkpoint on; by default 2% of the data, held out of training."""
+
+    num_layers: int | None = None
+    """Layers of a fresh drafter, 5 by default. This and the next seven options are fixed by --init."""
+    block_size: int | None = None
+    """Tokens that a block drafts, 7 by default."""
+    markov_rank: int | None = None
+    """Rank of the sequential head, 256 by default; 0 for none."""
+    markov_head_type: MarkovHeadType | None = None
+    """Kind of the sequential head, vanilla by default."""
+    confidence_head: bool | None = None
+    """Whether to train a confidence head; yes by default."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """Tapped target layers (i is the output of layer i); five evenly spaced ones by default."""
+    mask_token_id: int | None = None
+    """Id of the block's masks; by default the tokenizer's, or an id that the data never uses."""
+    draft_vocab_size: int | None = None
+    """Rows of the drafter's head, the most frequent ids of the data; the whole vocabulary by default."""
+    sliding_window: int | None = None
+    """Positions that a drafter's layer looks back; all by default."""
+    num_anchors: int = 512
+    """Blocks trained in each document at a time, at most."""
+
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    steps: int | None = None
+    """Updates; by default as many as the epochs need."""
+    epochs: int = 10
+    """Passes over the data, if steps are not given."""
+    batch_size: int = 16
+    """Documents of one update."""
+    accumulation: int = 1
+    """Parts that a batch is computed in, one after the other, to save memory."""
+    max_length: int = 4096
+    """Tokens after which a document is cut; the target's context, if that is less."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template; by default the template decides."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the target and of activations; the trained weights are kept in float32."""
+    seed: int = 0
+    """Of the initial values, the order of the data and the anchors."""
+
+    checkpoint_every: int = 200
+    """Updates between checkpoints."""
+    eval_every: int = 200
+    """Updates between evaluations on held-out data."""
+    log_every: int = 10
+    """Updates between lines of metrics."""
+    max_not_finite: int = 10
+    """Non-finite updates in a row after which the run stops; each is skipped and named."""
+    allow_config_key: tuple[str, ...] = ()
+    """Unknown keys of the models' config.json that may be ignored."""
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{_option(name)} {value}: must be at least 1")
+        for name in ("markov_rank", "seed"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise InputError(f"{_option(name)} {value}: must be at least 0")
+        if self.max_length < 2:
+            raise InputError(f"--max-length {self.max_length}: must be at least 2")
+        if not self.data:
+            raise InputError("--data: name at least one file")
+        if self.batch_size % self.accumulation:
+            raise InputError(
+                f"--batch-size {self.batch_size}: must be a multiple of --accumulation {self.accumulation}"
+            )
+        for group in ("loss", "optimizer"):
+            for name, value in dataclasses.asdict(getattr(self, group)).items():
+                if not math.isfinite(value) or value < 0:
+                    raise InputError(f"{_option(f'{group}.{name}')} {value}: must be finite and at least 0")
+        for name in ("loss.decay", "loss.chunk", "optimizer.clip_norm"):
+            group, field = name.split(".")
+            if not getattr(getattr(self, group), field) > 0:
+                raise InputError(f"{_option(name)}: must be positive")
+        for name in ("warmup_fraction", "beta1", "beta2"):
+            if getattr(self.optimizer, name) >= 1:
+                raise InputError(f"{_option(f'optimizer.{name}')}: must be under 1")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def settings(config: FitConfig, target: Target) -> dict[str, Any]:
+    """Everything that a resumed run must have in common with the run that it continues, as JSON values."""
+    values: dict[str, Any] = {
+        "target": target.fingerprint,
+        "data": file_digest(config.data),
+        "held_out_data": file_digest(config.held_out_data),
+    }
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, dict):
+            values |= {f"{name}.{key}": inner for key, inner in value.items()}
+        elif name not in _FREE:
+            values[name] = value.value if isinstance(value, enum.Enum) else value
+    return json.loads(json.dumps(values))
+
+
+def check_settings(saved: dict[str, Any], now: dict[str, Any], config: FitConfig) -> None:
+    """Raises an InputError that names the first option in which the run in `config.output` differs."""
+    for name in sorted(saved.keys() | now.keys()):
+        if saved.get(name) != now.get(name):
+            difference = f"with {_option(name)} {saved.get(name)}, not {now.get(name)}"
+            if name in ("target", "data", "held_out_data"):
+                difference = f"with other contents of {_option(name)}"
+            raise InputError(f"{config.output}: holds a run made {difference}; name another --output or remove it")

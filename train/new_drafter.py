@@ -1,0 +1,95 @@
+"""The drafter that a run begins with: a fresh one in the target's image, or a published one."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int, Key
+
+from dspark_jax.config import DecoderConfig, DrafterConfig, MarkovHeadType, default_taps
+from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.io import InputError, Target, load_drafter
+from dspark_jax.training.draft_vocabulary import most_frequent_ids
+from dspark_jax.training.step import init_params, trainable
+from train.data import Documents
+from train.fit_config import FitConfig
+
+_SHAPE = ("num_layers", "block_size", "markov_rank", "markov_head_type", "confidence_head", "target_layer_ids",
+          "mask_token_id", "draft_vocab_size", "sliding_window")  # fmt: skip
+
+
+def initial_drafter(
+    config: FitConfig, target: Target, documents: Documents, key: Key[Array, ""]
+) -> tuple[DrafterConfig, DrafterParams]:
+    """Config and trainable parameters before the first step.
+
+    Raises:
+      InputError: options that make no drafter, or that contradict `--init`.
+    """
+    if config.init is not None:
+        for name in _SHAPE:
+            if getattr(config, name) is not None:
+                raise InputError(f"--{name.replace('_', '-')}: fixed by --init {config.init}; leave it out")
+        drafter = load_drafter(config.init, target=target, allow_config_keys=config.allow_config_key)
+        return dataclasses.replace(drafter.config, num_anchors=config.num_anchors), trainable(drafter.params)
+    vocab_size = target.config.vocab_size
+    mask = config.mask_token_id
+    if mask is None:
+        mask = default_mask_token_id(target, documents.counts(vocab_size, trained_only=False))
+    try:
+        drafter_config = fresh_config(config, target, mask)
+        ids: Int[np.ndarray, "V_d"] | None = None
+        if drafter_config.reduced_vocabulary:
+            ids = most_frequent_ids(documents.counts(vocab_size, trained_only=True), drafter_config.draft_vocab_size)
+    except ValueError as error:
+        raise InputError(f"drafter options: {error}") from error
+    return drafter_config, init_params(drafter_config, key, None if ids is None else jax.numpy.asarray(ids))
+
+
+def fresh_config(config: FitConfig, target: Target, mask_token_id: int) -> DrafterConfig:
+    """A drafter whose layers are like the target's. ValueError for options that make none."""
+
+    def choice(value, default):
+        return default if value is None else value
+
+    like_target = {field.name: getattr(target.config, field.name) for field in dataclasses.fields(DecoderConfig)}
+    layers = choice(config.num_layers, 5)
+    rank = choice(config.markov_rank, 256)
+    like_target |= {"num_hidden_layers": layers, "sliding_windows": (config.sliding_window,) * layers}
+    return DrafterConfig(
+        **like_target,
+        model_type=target.config.model_type,
+        block_size=choice(config.block_size, 7),
+        mask_token_id=mask_token_id,
+        target_layer_ids=choice(config.target_layer_ids, default_taps(target.config.num_hidden_layers)),
+        num_target_layers=target.config.num_hidden_layers,
+        markov_rank=rank,
+        markov_head_type=choice(config.markov_head_type, MarkovHeadType.VANILLA),
+        enable_confidence_head=choice(config.confidence_head, True),
+        confidence_head_with_markov=rank > 0,
+        num_anchors=config.num_anchors,
+        draft_vocab_size=choice(config.draft_vocab_size, 0),
+    )
+
+
+def default_mask_token_id(target: Target, counts: Int[np.ndarray, "V"]) -> int:
+    """The tokenizer's mask token, else a padding row of the vocabulary, else a special token absent from the data.
+
+    Without a tokenizer it is the lowest id above all ids of the data and the EOS ids, which are likely to be special.
+
+    Raises:
+      InputError: there is no such id.
+    """
+    tokenizer, vocab_size = target.tokenizer, target.config.vocab_size
+    if tokenizer is None:
+        used = [*np.flatnonzero(counts), *target.eos_token_ids]
+        candidates = [int(max(used)) + 1]
+    else:
+        named = tokenizer.token_id(tokenizer.special_tokens.get("mask_token", ""))
+        special = {i for i, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+        absent = [i for i in sorted(special - {*target.eos_token_ids}) if i < vocab_size and not counts[i]]
+        candidates = [*([] if named is None else [named]), target.config.num_valid_tokens, *absent]
+    for candidate in candidates:
+        if candidate < vocab_size:
+            return candidate
+    raise InputError("--mask-token-id: no special id is absent from the data; name an id that the data never uses")
