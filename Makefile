@@ -16,13 +16,13 @@ test: $(VENV)/installed-test
 demo: $(VENV)/installed
 	mkdir -p $(DEMO)
 	$(BIN)/python -m train stdlib-prompts --output $(DEMO)/prompts.jsonl --count 384
-	$(BIN)/python -m train stdlib-prompts --output $(DEMO)/held_out.jsonl --count 16 --split held-out
+	$(BIN)/python -m train stdlib-prompts --output $(DEMO)/held_out.jsonl --count 12 --split held-out
 	$(BIN)/python -m train regenerate --target $(TARGET) --prompts $(DEMO)/prompts.jsonl \
 	    --output $(DEMO)/responses.jsonl --temperature 0 1 --max-new-tokens 128 --batch-size 32
 	$(BIN)/python -m train fit --config train/configs/byte_model.yaml --target $(TARGET) \
 	    --data $(DEMO)/responses.jsonl --output $(DEMO)/fit
 	$(BIN)/python -m infer evaluate --target $(TARGET) --drafter $(DEMO)/fit/drafter \
-	    --prompts $(DEMO)/held_out.jsonl --batch-size 1 --max-new-tokens 256 --output $(DEMO)/evaluation.json --sample
+	    --prompts $(DEMO)/held_out.jsonl --batch-size 1 --max-new-tokens 192 --output $(DEMO)/evaluation.json --sample
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

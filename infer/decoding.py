@@ -70,7 +70,7 @@ def make_decoder(
     config = DecodeConfig(
         target=target.config,
         drafter=None if drafter is None else drafter.config,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=min(options.max_new_tokens, target.config.max_position_embeddings),
         eos_token_ids=target.eos_token_ids,
         verifier=verifier,
         log_probabilities=log_probabilities,

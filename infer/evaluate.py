@@ -18,7 +18,7 @@ from infer.batching import Batch, Request, bucket, converse, make_batch, read_pr
 from infer.decoding import Decoder, make_decoder
 from infer.models import describe, load_described, load_named, print_cache_size
 from infer.options import DecodingOptions
-from infer.outputs import check_output
+from infer.outputs import check_report
 from infer.report import environment
 from infer.results import Difference, Result, plot_results, pool, result_fields, results_table
 
@@ -57,10 +57,10 @@ class EvaluateOptions(DecodingOptions):
         for name in ("prompts", "verifier"):
             if not getattr(self, name):
                 raise InputError(f"--{name}: name at least one")
-        check_output(self.output)
         for path in self.prompts:
             if not path.is_file():
                 raise InputError(f"{path}: no such file")
+        check_report(self.output, [*self.prompts, self.target, self.drafter])
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -217,7 +217,7 @@ class _Run:
         """How far apart the two tokens' scores are where the outputs first differ."""
         if position >= min(len(expected), len(found)):
             return float("inf")
-        tokens = np.zeros((1, batch.shape[1] + self._options.max_new_tokens), np.int32)
+        tokens = np.zeros((1, batch.shape[1] + self._plain.config.max_new_tokens), np.int32)
         length = len(request.ids) + position
         tokens[0, :length] = [*request.ids, *expected[:position]]
         pair = (jnp.asarray(sequence[position : position + 1], jnp.int32) for sequence in (expected, found))

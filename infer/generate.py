@@ -19,7 +19,7 @@ from infer.batching import Batch, Request, bucket, converse, make_batch, read_pr
 from infer.decoding import Decoder, make_decoder
 from infer.models import describe, load_described, load_named, print_cache_size, stamp
 from infer.options import DecodingOptions
-from infer.outputs import ResumableOutput
+from infer.outputs import ResumableOutput, check_output
 from infer.text import Texts, TextStream
 
 _ROUNDS_PER_CHUNK = 4
@@ -65,6 +65,7 @@ def generate(options: GenerateOptions) -> None:
     if not options.prompts.is_file():
         raise InputError(f"{options.prompts}: no such file")
     drafter_name = None if options.no_drafter else options.drafter
+    check_output(options.output, [options.prompts, options.target, drafter_name])
     output = ResumableOutput(options.output, _settings(options, drafter_name))
     description = describe(options, drafter_name)
     prompts = read_prompt_file(options.prompts, description, options)

@@ -70,7 +70,8 @@ def load_named(options: ModelOptions, drafter: str, target: Target) -> Drafter:
 
 def print_cache_size(description: Description, requests: int, longest: int, options: DecodingOptions) -> None:
     """Says what the KV caches will take. `longest`: the longest padded prompt."""
-    capacity, dtype = longest + options.max_new_tokens + description.width, options.dtype
+    most = min(options.max_new_tokens, description.config.max_position_embeddings)
+    capacity, dtype = longest + most + description.width, options.dtype
     parts = {"target": cache_bytes(description.config, requests, capacity, dtype)}
     if description.drafter_config is not None:
         parts["drafter"] = cache_bytes(description.drafter_config, requests, capacity, dtype)

@@ -46,6 +46,8 @@ class DecodingOptions(ModelOptions):
 
     def check(self) -> None:
         """Raises an InputError that names an option whose value is out of range."""
+        if self.top_k >= 2**31:
+            raise InputError(f"--top-k {self.top_k} must be under {2**31} (0 switches it off)")
         self.sampling(1)
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:

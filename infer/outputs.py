@@ -1,21 +1,48 @@
 """An output file that appears whole, and whose unfinished work is kept beside it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dspark_jax.io import InputError, JsonlWriter, write_jsonl
+from dspark_jax.io.files import reported
+
+# How a partial file begins.
+_HEADER = b'{"settings": '
 
 
-def check_output(path: Path) -> None:
-    """Raises an InputError if a file cannot be written there; called before any work is done."""
+def check_output(path: Path, inputs: Iterable[str | os.PathLike | None] = ()) -> None:
+    """Raises an InputError if a file cannot be written there; called before any work is done.
+
+    `inputs`: files, and folders of models, of which none is to be overwritten.
+    """
     if not path.parent.is_dir():
         raise InputError(f"{path}: its folder {path.parent} does not exist; make it first")
     if path.is_dir():
         raise InputError(f"{path}: is a folder; name a file")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"{path}: its folder {path.parent} is not writable")
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise InputError(f"{path}: is no regular file; name another")
+    for source in inputs:
+        if source is not None and Path(source).exists() and Path(source).samefile(_read_as(path, source)):
+            raise InputError(f"{path}: is read by this command and would be lost; name another file")
+
+
+def _read_as(path: Path, source: str | os.PathLike) -> Path:
+    return path.parent if Path(source).is_dir() else path
+
+
+def check_report(path: Path, inputs: Iterable[str | os.PathLike | None] = ()) -> None:
+    """As `check_output`, for a JSON file and the plot beside it."""
+    inputs = list(inputs)
+    check_output(path, inputs)
+    if path.suffix == ".png":
+        raise InputError(f"{path}: the plot goes to this file; name a .json file")
+    check_output(path.with_suffix(".png"), inputs)
 
 
 class ResumableOutput:
@@ -26,7 +53,6 @@ class ResumableOutput:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         """Takes over the lines of an interrupted run. InputError if they were made with other settings."""
-        check_output(path)
         self.path, self.partial = path, path.with_name(f"{path.name}.partial")
         self._settings = dict(settings)
         self._writer: JsonlWriter | None = None
@@ -35,19 +61,29 @@ class ResumableOutput:
             self._take_over()
 
     def _take_over(self) -> None:
+        with reported(self.partial), open(self.partial, "rb") as file:
+            begin = file.read(len(_HEADER))
+        if begin != _HEADER[: len(begin)]:
+            raise InputError(f"{self.partial}: is no unfinished work of this command; move it away")
         with JsonlWriter(self.partial) as writer:
             header, lines = (writer.rows or [{}])[0], writer.rows[1:]
         if not lines:
             self.partial.unlink()
             return
-        before = header.get("settings", {})
+        before = header.get("settings")
+        if not isinstance(before, dict):
+            raise InputError(f"{self.partial}, line 1: its settings are malformed; remove it to start over")
         for name, value in self._settings.items():
             if before.get(name) != value:
                 raise InputError(
                     f"{self.partial}: unfinished work made with another {name} ({before.get(name)}, now {value}); "
                     "remove it to start over, or go on with its settings"
                 )
-        self.rows = {(line["index"], line["turn"]): line["row"] for line in lines}
+        for number, line in enumerate(lines, 2):
+            index, turn, row = (line.get(key) for key in ("index", "turn", "row"))
+            if type(index) is not int or type(turn) is not int or not isinstance(row, dict) or "text" not in row:
+                raise InputError(f"{self.partial}, line {number}: is malformed; remove the file to start over")
+            self.rows[index, turn] = row
 
     def add(self, index: int, turn: int, row: dict[str, Any]) -> None:
         if self._writer is None:

@@ -24,7 +24,7 @@ from dspark_jax.targets.decoder import TargetParams, head_weight
 from infer.batching import bucket
 from infer.models import describe, load_described, load_named
 from infer.options import ModelOptions
-from infer.outputs import check_output
+from infer.outputs import check_report
 from infer.report import environment, save_figure, shown, table
 
 _WIDTHS = (1, 2, 4, 8)
@@ -58,7 +58,7 @@ class ProfileOptions(ModelOptions):
         for name in ("context", "steps", "repeats"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name} {getattr(self, name)} must be at least 1")
-        check_output(self.output)
+        check_report(self.output, [self.target, self.drafter])
 
 
 def profile(options: ProfileOptions) -> None:

@@ -1,10 +1,12 @@
 """Trains the byte-level language model that the demonstration decodes, on the sources of Python's standard library."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +143,16 @@ def _check(config: ByteModelConfig) -> None:
     if config.tokens_per_step < WINDOWS[-1] or config.tokens_per_step % WINDOWS[-1]:
         raise InputError(f"tokens_per_step {config.tokens_per_step}: must be a positive multiple of {WINDOWS[-1]}")
     for field in ("steps", "save_every", "learning_rate"):
-        if not getattr(config, field) > 0:
-            raise InputError(f"{field} {getattr(config, field)}: must be positive")
+        if not 0 < getattr(config, field) < math.inf:
+            raise InputError(f"{field} {getattr(config, field)}: must be positive and finite")
+    if not 0 <= config.weight_decay < math.inf:
+        raise InputError(f"weight_decay {config.weight_decay}: must be finite and at least 0")
+    if not 0 <= config.seed < 2**32:
+        raise InputError(f"seed {config.seed}: must be in 0..{2**32 - 1}")
+    for field in ("output", "checkpoints"):
+        path = getattr(config, field)
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{field} {path}: is a file; name a folder")
 
 
 def _settings(config: ByteModelConfig, model: TargetConfig, stream: TokenStream) -> dict[str, Any]:
@@ -152,20 +162,33 @@ def _settings(config: ByteModelConfig, model: TargetConfig, stream: TokenStream)
     return ours | {"model": repr(model), "bytes": len(stream)}
 
 
+@contextlib.contextmanager
+def _reported_restore(folder: Path, step: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # Orbax raises many kinds for one broken checkpoint
+        reason = str(error).partition("\n")[0][:300]
+        raise InputError(
+            f"{folder}: checkpoint {step} could not be read ({reason}); remove the folder or name another"
+        ) from error
+
+
 def _restore(
     manager: ocp.CheckpointManager, state: LanguageModelState, settings: dict[str, Any], folder: Path
 ) -> LanguageModelState:
     step = manager.latest_step()
     if step is None:
         return state
-    saved = manager.restore(step, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))["settings"]
+    with _reported_restore(folder, step):
+        saved = manager.restore(step, args=ocp.args.Composite(settings=ocp.args.JsonRestore()))["settings"]
     for name, value in settings.items():
         if saved.get(name) != value:
             raise InputError(
                 f"{folder}: made with {name} {saved.get(name)}, not {value}; remove the folder or name another"
             )
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    return manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))["state"]
+    with _reported_restore(folder, step):
+        return manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))["state"]
 
 
 _CARD = """\

@@ -22,6 +22,9 @@ from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.io import InputError
 from dspark_jax.training.step import TrainState
 
+# What the JSON of a checkpoint holds.
+_NOTES = {"settings", "drafter", "target", "dtype", "metrics_bytes", "best"}
+
 
 class _BestAndLast(ocp.checkpoint_managers.PreservationPolicy):
     """Keeps the newest checkpoint and the one that is best so far."""
@@ -102,7 +105,10 @@ class Checkpoints:
     def notes(self, step: int) -> dict[str, Any]:
         """The JSON of a checkpoint."""
         with self._reported("read", step):
-            return self._manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore()))["notes"]
+            notes = self._manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore()))["notes"]
+            if missing := sorted(_NOTES - notes.keys()):
+                raise ValueError(f"{missing[0]} is missing from its notes")
+            return notes
 
     def restore(self, step: int, state: TrainState, data: grain.DatasetIterator) -> TrainState:
         """The saved state, in the shapes of `state`; `data` is moved to the saved position."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters.dspark import DrafterParams, declare_drafter
-from dspark_jax.io import InputError, Target, load_target, save_drafter
+from dspark_jax.io import InputError, Target, load_target, read_json, save_drafter
 from dspark_jax.io.drafter_config import drafter_config_from_fields
 from dspark_jax.parameters import abstract
 from dspark_jax.training.step import with_frozen
@@ -54,6 +54,9 @@ def export(
 
 def main(config: ExportConfig) -> None:
     """Runs the command."""
+    existing = config.output / "config.json"
+    if existing.exists() and "block_size" not in read_json(existing):
+        raise InputError(f"{config.output}: holds another model, which would be lost; name another --output")
     checkpoints = Checkpoints(config.run / CHECKPOINTS, read_only=True)
     last = checkpoints.last()
     if last is None:

@@ -95,9 +95,10 @@ class FitConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{_option(name)} {value}: must be at least 1")
-        for name in ("markov_rank", "seed"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise InputError(f"{_option(name)} {value}: must be at least 0")
+        if self.markov_rank is not None and self.markov_rank < 0:
+            raise InputError(f"--markov-rank {self.markov_rank}: must be at least 0")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed {self.seed}: must be in 0..{2**32 - 1}")
         if self.max_length < 2:
             raise InputError(f"--max-length {self.max_length}: must be at least 2")
         if not self.data:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Int, Key
 from dspark_jax.config import DecoderConfig, DrafterConfig, MarkovHeadType, default_taps
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.io import InputError, Target, load_drafter
+from dspark_jax.io.drafter_config import check_against_target
 from dspark_jax.training.draft_vocabulary import most_frequent_ids
 from dspark_jax.training.step import init_params, trainable
 from train.data import Documents
@@ -38,6 +39,7 @@ def initial_drafter(
         mask = default_mask_token_id(target, documents.counts(vocab_size, trained_only=False))
     try:
         drafter_config = fresh_config(config, target, mask)
+        check_against_target(drafter_config, target.config)
         ids: Int[np.ndarray, "V_d"] | None = None
         if drafter_config.reduced_vocabulary:
             ids = most_frequent_ids(documents.counts(vocab_size, trained_only=True), drafter_config.draft_vocab_size)

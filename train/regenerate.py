@@ -69,8 +69,8 @@ class RegenerateConfig:
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        if self.seed < 0:
-            raise InputError(f"--seed {self.seed}: must be at least 0")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed {self.seed}: must be in 0..{2**32 - 1}")
         if not self.temperature:
             raise InputError("--temperature: name at least one")
         for value in self.temperature:
@@ -141,11 +141,13 @@ def _resume(config: RegenerateConfig, settings: dict[str, Any], prompts: Sequenc
             raise InputError(f"{config.output}: was made with {difference}; name another --output or remove it")
     with JsonlWriter(config.output) as writer:
         rows = writer.rows
-    kept, done = 0, 0
+    kept, done, before = 0, 0, (-1, 0)
     for number, row in enumerate(rows, 1):
         index, turn = row.get("index"), row.get("turn")
-        if type(index) is not int or type(turn) is not int or not 0 <= index < len(prompts):
+        known = type(index) is int and type(turn) is int and 0 <= index < len(prompts)
+        if not known or not 0 <= turn < prompts[index].num_turns or (index, turn) <= before:
             raise InputError(f"{config.output}, line {number}: was not made by regenerate; name another --output")
+        before = (index, turn)
         ends_batch = (index + 1) % config.batch_size == 0 or index + 1 == len(prompts)
         if ends_batch and turn + 1 == prompts[index].num_turns:
             kept, done = number, index + 1

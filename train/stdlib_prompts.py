@@ -13,12 +13,12 @@ from dspark_jax.io.files import write_jsonl
 from train.stdlib_corpus import Split, corpus
 
 _FUNCTION = re.compile(rb"^[ \t]*(?:async[ \t]+)?def[ \t]", re.MULTILINE)
-_SHORTEST, _LONGEST = 200, 400
+_SHORTEST, _LONGEST = 64, 160
 
 
 @dataclasses.dataclass(frozen=True)
 class StdlibPromptsConfig:
-    """Write JSONL prompts for the byte model: the first 200 to 400 bytes of standard-library files and functions."""
+    """Write JSONL prompts for the byte model: the first 64 to 160 bytes of standard-library files and functions."""
 
     output: Path
     """File to write: one {"prompt": …} a line."""
@@ -40,6 +40,8 @@ def prompts(config: StdlibPromptsConfig) -> list[str]:
     """
     if config.count < 1:
         raise InputError(f"count {config.count}: must be positive")
+    if config.seed < 0:
+        raise InputError(f"seed {config.seed}: must be at least 0")
     places = [
         (data, begin)
         for data in corpus(config.split, config.sources).values()

@@ -62,7 +62,7 @@ def render(
     options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
-        return _compile(source).render(
+        text = _compile(source).render(
             messages=present,
             tools=None,
             documents=None,
@@ -70,5 +70,7 @@ def render(
             **special_tokens,
             **options,
         )
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        text.encode()  # half of a surrogate pair is no text
+    except Exception as error:  # a template's code can raise anything
         raise InputError(f"chat template: {error}") from error
+    return text

@@ -3,9 +3,11 @@
 A run ends with 0, with 1 if it failed, or with 2 for bad input, which is told in one line on standard error.
 """
 
+import contextlib
 import dataclasses
 import enum
 import inspect
+import io
 import os
 import sys
 import types
@@ -42,7 +44,7 @@ def main(program: str, commands: Mapping[str, Command], arguments: Sequence[str]
     try:
         options = parse(command.options, arguments[1:], f"{program} {arguments[0]}")
         command.run(options)
-    except SystemExit as exit_:  # tyro's, after --help or a usage error that it has told
+    except SystemExit as exit_:  # tyro's, after --help, or a command's own
         return exit_.code if isinstance(exit_.code, int) else 1
     except BrokenPipeError:
         # Whoever read our output has gone; nothing may be flushed to it at exit.
@@ -82,22 +84,41 @@ def _usage(program: str, commands: Mapping[str, Command], arguments: Sequence[st
 def parse(options: type[Options], arguments: Sequence[str], program: str) -> Options:
     """Options from arguments, over those of a YAML file that `--config` names, over the dataclass's defaults.
 
-    A `bool | None` option is written --name or --no-name. A usage error is told on standard error.
+    A `bool | None` option is written --name or --no-name.
 
     Raises:
-      InputError: the YAML file is missing or malformed, or holds an unknown key or a value of the wrong type.
-      SystemExit: after --help (0) or a usage error (2).
+      InputError: a usage error; or the YAML file is missing or malformed, or holds an unknown key or a value of the
+        wrong type.
+      SystemExit: after --help.
     """
     file, arguments = _take_config(list(arguments))
     values = {} if file is None else _read_yaml(file)
-    return tyro.cli(
-        options,
-        args=_spell_out(options, arguments),
-        default=_with_defaults(options, values, str(file)),
-        prog=program,
-        description=f"{inspect.getdoc(options)}\n\n{_CONFIG_NOTE}",
-        config=(tyro.conf.EnumChoicesFromValues,),
-    )
+    default, told = _with_defaults(options, values, str(file)), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(
+                options,
+                args=_spell_out(options, arguments),
+                default=default,
+                prog=program,
+                description=f"{inspect.getdoc(options)}\n\n{_CONFIG_NOTE}",
+                config=(tyro.conf.EnumChoicesFromValues,),
+            )
+    except SystemExit as exit_:
+        if exit_.code == 0:
+            raise
+        raise InputError(f"{_first_box(told.getvalue())} ({program} --help describes the options)") from None
+
+
+def _first_box(text: str) -> str:
+    """The words of tyro's first message, which stands under a title and between two rules."""
+    parts: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line.strip() and not set(line) - set(" -─│├┤╭╮╰╯"):
+            parts.append([])
+        else:
+            parts[-1].append(line.strip(" │"))
+    return " ".join(parts[1 if len(parts) > 2 else 0])
 
 
 def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
@@ -130,8 +151,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a number or date out of range
         raise InputError(f"{path}: malformed YAML: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"{path}: malformed YAML: nested too deeply") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -203,11 +226,11 @@ def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
         try:
             # YAML reads 6e-4 as a string.
             number = kind(value) if not isinstance(value, bool) else None
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = None
         if number is None or (kind is int and not isinstance(value, int)):
             raise wrong("an integer" if kind is int else "a number")
         return number
-    if not isinstance(value, str):
+    if not isinstance(value, str) or "\0" in value:
         raise wrong("a string")
     return kind(value)

@@ -36,7 +36,10 @@ def drafter_config_from_fields(fields: Mapping[str, Any], allow_keys: Collection
       ValueError: a layout that is unknown or in-place, or a missing, unknown or unsupported key or value.
     """
     drafter = _drafter_fields(fields)
-    _check_layout(fields.get("architectures") or [], drafter)
+    architectures = fields.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"architectures must be a list of names, not {architectures!r}")
+    _check_layout(architectures, drafter)
     decoder = {k: v for k, v in fields.items() if k not in _DRAFTER_KEYS and k not in hf_fields.WINDOW}
     base = targets.config_from_hf(decoder, allow_keys)
     shared = {field.name: getattr(base, field.name) for field in dataclasses.fields(DecoderConfig)}
@@ -136,3 +139,7 @@ def check_against_target(config: DrafterConfig, target: TargetConfig) -> None:
     ):
         if own != other:
             raise ValueError(f"{field} is {own}, but the target has {other}: a drafter of another target")
+    if config.block_size >= target.max_position_embeddings:
+        raise ValueError(
+            f"block_size {config.block_size} must be under the target's {target.max_position_embeddings} positions"
+        )

@@ -116,21 +116,27 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """The object in a UTF-8 JSON file.
 
     Raises:
-      InputError: missing or unreadable file, malformed JSON, or something other than an object.
+      InputError: missing or unreadable file, malformed JSON (NaN and Infinity included), or no object.
     """
     with reported(path):
         data = Path(path).read_bytes()
     try:
-        value = json.loads(data)
+        value = json.loads(data, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8; convert the file") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{path}, line {error.lineno}: malformed JSON ({error.msg})") from error
     except RecursionError as error:
         raise InputError(f"{path}: malformed JSON (nested too deeply)") from error
+    except ValueError as error:
+        raise InputError(f"{path}: malformed JSON ({error})") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def numbered_jsonl(path: str | os.PathLike) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -167,6 +173,8 @@ def _parse(path: str | os.PathLike, number: int, data: bytes) -> dict[str, Any]:
         raise InputError(f"{path}, line {number}: malformed JSON ({error.msg}, column {error.colno})") from error
     except RecursionError as error:
         raise InputError(f"{path}, line {number}: malformed JSON (nested too deeply)") from error
+    except ValueError as error:  # an integer of too many digits
+        raise InputError(f"{path}, line {number}: malformed JSON ({error})") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}, line {number}: expected a JSON object, found {type(value).__name__}")
     return value

@@ -133,14 +133,20 @@ class GgufFile:
         if self._rope_factors is None:
             return config
         factors = self._dequantize(self._rope_factors.data, self._rope_factors.tensor_type).astype(np.float64)
-        scaled = dataclasses.replace(config, rope_scaling=RopeScaling(float(factors.max()), 1.0, 4.0, 8192))
-        if not np.allclose(inverse_frequencies(config) / inverse_frequencies(scaled), factors, rtol=1e-4):
+        plain, scaled = inverse_frequencies(config), None
+        if factors.shape == plain.shape:
+            scaled = dataclasses.replace(config, rope_scaling=RopeScaling(float(factors.max()), 1.0, 4.0, 8192))
+        if scaled is None or not np.allclose(plain / inverse_frequencies(scaled), factors, rtol=1e-4):
             raise InputError(f"{self.path}: {_ROPE_FACTORS} is not the scaling of Llama 3, the only one supported")
         return scaled
 
     def eos_token_ids(self) -> tuple[int, ...]:
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        return tuple(sorted({self.metadata[key] for key in keys if key in self.metadata}))
+        found = {key: self.metadata[key] for key in keys if key in self.metadata}
+        for key, value in found.items():
+            if type(value) is not int or not 0 <= value < 2**31:
+                raise InputError(f"{self.path}: {key} must be a token id, not {value!r}")
+        return tuple(sorted(set(found.values())))
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer and chat template of the metadata, or None where there is none."""

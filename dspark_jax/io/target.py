@@ -107,8 +107,8 @@ def _eos_token_ids(folder: Path, fields: dict[str, Any]) -> tuple[int, ...]:
     for path, origin in ((generation, read_json(generation) if generation.exists() else {}), ("config.json", fields)):
         value = origin.get("eos_token_id")
         listed = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) for i in listed):
-            raise InputError(f"{folder / path}: eos_token_id must be an integer or a list of them, not {value!r}")
+        if not all(type(i) is int and 0 <= i < 2**31 for i in listed):
+            raise InputError(f"{folder / path}: eos_token_id must be an integer in 0..{2**31 - 1} or a list of them, not {value!r}")
         ids.update(listed)
     return tuple(sorted(ids))
 

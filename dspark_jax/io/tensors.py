@@ -62,6 +62,13 @@ def check_tensors(
         raise InputError(f"{source.path}: tensor {extra[0]} is not part of the model that its config describes")
 
 
+def _read_weights(source: TensorSource, name: str, index: Index) -> np.ndarray:
+    part = source.read(name, index)
+    if not jnp.issubdtype(part.dtype, jnp.floating):
+        raise InputError(f"{source.path}: tensor {name} is stored as {part.dtype}; weights must be floating-point")
+    return part
+
+
 def load_parameters(
     source: TensorSource,
     declaration: Any,
@@ -85,8 +92,8 @@ def load_parameters(
         def read(index: Index | None) -> np.ndarray:
             index = index or (slice(None),) * len(parameter.shape)
             if parameter.axes[:1] != ("layers",):
-                return source.read(names[0], index).astype(leaf_dtype)
-            parts = [source.read(name, index[1:]) for name in names[index[0]]]
+                return _read_weights(source, names[0], index).astype(leaf_dtype)
+            parts = [_read_weights(source, name, index[1:]) for name in names[index[0]]]
             return np.stack([part.astype(leaf_dtype) for part in parts])
 
         if mesh is None:

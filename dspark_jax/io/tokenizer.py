@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from dspark_jax.io import chat_template
 from dspark_jax.io.errors import InputError
-from dspark_jax.io.files import read_json, write_json, write_text
+from dspark_jax.io.files import read_json, reported, write_json, write_text
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -33,7 +33,7 @@ class Tokenizer:
     @property
     def num_ids(self) -> int:
         """One more than the largest id."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def eos_token_id(self) -> int | None:
@@ -141,23 +141,33 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).exists():
             fields |= read_json(folder / name)
-    special = {key: _token_text(fields[key]) for key in _SPECIAL_TOKENS if fields.get(key)}
-    return Tokenizer(backend, _find_chat_template(folder, fields.get("chat_template")), special, str(path))
+    config = folder / "tokenizer_config.json"
+    special = {key: _token_text(fields[key], f"{config}: {key}") for key in _SPECIAL_TOKENS if fields.get(key)}
+    return Tokenizer(backend, _find_chat_template(folder, fields.get("chat_template"), config), special, str(path))
 
 
-def _token_text(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+def _token_text(token: Any, location: str) -> str:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        raise InputError(f"{location} must be a string, or an object with a string content, not {token!r}")
+    return text
 
 
-def _find_chat_template(folder: Path, field: Any) -> str | None:
+def _find_chat_template(folder: Path, field: Any, config: Path) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            with reported(file):
+                return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{file}: not UTF-8; convert the file") from error
     if isinstance(field, list):
-        named = {entry["name"]: entry["template"] for entry in field}
+        named = {entry.get("name"): entry.get("template") for entry in field if isinstance(entry, Mapping)}
         if "default" not in named:
-            raise InputError(f"{folder / 'tokenizer_config.json'}: chat_template has no entry named default")
-        return named["default"]
+            raise InputError(f"{config}: chat_template has no entry named default")
+        field = named["default"]
+    if field is not None and not isinstance(field, str):
+        raise InputError(f"{config}: chat_template must be a string or a list of named ones, not {field!r}")
     return field
 
 

@@ -1,6 +1,7 @@
 """Bad input ends with exit code 2 and one line that names the file and the field."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,7 @@ BAD_PROMPTS = {
     "empty": ("", ["empty"]),
     "malformed": ('{"input_ids": [1]}\n{"input_ids": [1\n', ["line 2", "malformed JSON"]),
     "not UTF-8": (b'{"input_ids": [1]}\n\xff\n', ["line 2", "UTF-8"]),
+    "too many digits": ('{"input_ids": [' + "9" * 5000 + "]}", ["line 1", "malformed JSON"]),
     "no content": ('{"text": "x"}\n', ["line 1", "input_ids, prompt, turns, messages"]),
     "too long": (json.dumps({"input_ids": [1]}) + "\n" + json.dumps({"input_ids": [1] * 1024}), ["line 2", "1024 tok"]),
     "no token": ('{"input_ids": []}\n', ["line 1", "empty"]),
@@ -51,6 +53,9 @@ BAD_OPTIONS = {
     "output is a folder": ({"output": str(GOLDENS)}, [str(GOLDENS), "is a folder"]),
     "temperature": ({"temperature": -1}, ["--temperature -1"]),
     "top-p": ({"top_p": 0}, ["--top-p 0"]),
+    "top-k too large": ({"top_k": 2**31}, ["--top-k 2147483648"]),
+    "unknown choice": ({"dtype": "float23"}, ["--dtype", "float23", "generate --help"]),
+    "no number": ({"seed": "x"}, ["--seed", "'x'"]),
     "top-k": ({"top_k": -1}, ["--top-k -1"]),
     "min-p": ({"min_p": 2}, ["--min-p 2"]),
     "max-new-tokens": ({"max_new_tokens": 0}, ["--max-new-tokens 0"]),
@@ -84,6 +89,9 @@ BAD_MODELS = {
     "drafter of a deeper target": ("drafter", {"num_target_layers": 8}, "num_target_layers"),
     "drafter of another vocabulary": ("drafter", {"vocab_size": 300}, "vocab_size"),
     "mask outside the vocabulary": ("drafter", {"mask_token_id": 260}, "mask_token_id"),
+    "not a number": ("target", {"rms_norm_eps": float("nan")}, "NaN"),
+    "EOS outside 32 bits": ("target", {"eos_token_id": 2**40}, "eos_token_id"),
+    "block longer than the context": ("drafter", {"block_size": 10**9}, "block_size"),
     "last layer tapped": ("drafter", {"target_layer_ids": [0, 5]}, "target_layer_ids"),
 }
 
@@ -119,6 +127,65 @@ def test_truncated_weights(infer, options, tmp_path, which):
     assert str(weights) in outcome.error_line
 
 
+def test_an_output_that_is_read(infer, options, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(options["target"], folder)
+    for output in (options["prompts"], folder / "config.json"):
+        before = output.read_bytes()
+        outcome = infer("generate", **options | {"target": folder, "output": output})
+        assert outcome.code == 2
+        assert f"{output}: is read by this command" in outcome.error_line
+        assert output.read_bytes() == before
+
+
+def test_reports_do_not_overwrite_inputs_or_themselves(infer, models, prompts, tmp_path):
+    before = prompts.read_bytes()
+    outcome = infer("evaluate", **models, prompts=prompts, output=prompts)
+    assert outcome.code == 2 and "is read by this command" in outcome.error_line
+    assert prompts.read_bytes() == before
+    for command in ("evaluate", "profile"):
+        more = {"prompts": prompts} if command == "evaluate" else {}
+        outcome = infer(command, **models, **more, output=tmp_path / "report.png")
+        assert outcome.code == 2 and "report.png: the plot" in outcome.error_line
+    (tmp_path / "report.png").mkdir()
+    outcome = infer("profile", **models, output=tmp_path / "report.json")
+    assert outcome.code == 2 and "report.png: is a folder" in outcome.error_line
+
+
+def test_an_output_that_is_no_regular_file(infer, options, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    outcome = infer("generate", **options | {"output": tmp_path / "pipe"})
+    assert outcome.code == 2 and "pipe: is no regular file" in outcome.error_line
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("content", ["precious", '{"a": 1}\n', '{"settings": [1]}\n{"index": 0}\n', b"\xff\n"])
+def test_partial_work_of_something_else_is_kept(infer, options, content):
+    partial = write(Path(f"{options['output']}.partial"), content)
+    before = partial.read_bytes()
+    outcome = infer("generate", **options)
+    assert outcome.code == 2 and str(partial) in outcome.error_line
+    assert partial.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("top_k: .inf", ["top_k must be an integer"]),
+        ("top_p: " + "9" * 400, ["top_p must be a number"]),
+        ("top_k: 2001-99-99", ["malformed YAML"]),
+        ("[" * 5000, ["malformed YAML", "nested too deeply"]),
+        ('output: "a\\0b"', ["output must be a string"]),
+    ],
+)
+def test_yaml_values(infer, options, tmp_path, text, named):
+    config = write(tmp_path / "run.yaml", text)
+    outcome = infer("generate", config=config, **options)
+    assert outcome.code == 2
+    for words in (str(config), *named):
+        assert words in outcome.error_line
+
+
 def test_yaml(infer, options, tmp_path):
     config = write(tmp_path / "run.yaml", "temprature: 1\n")
     outcome = infer("generate", config=config, **options)
@@ -138,8 +205,10 @@ def test_other_commands(infer, models, prompts, tmp_path, command):
 
 
 def test_usage_errors(infer):
-    assert infer("generate", target="x").code == 2
-    assert infer("generate", "--no-such-option").code == 2
+    missing = infer("generate", target="x")
+    assert missing.code == 2 and "--prompts" in missing.error_line
+    unknown = infer("generate", "--no-such-option", target="x", prompts="x", output="x")
+    assert unknown.code == 2 and "--no-such-option" in unknown.error_line
     assert infer("no-such-command").code == 2
     assert infer("generate", "--help").code == 0
     assert infer("--help").code == 0

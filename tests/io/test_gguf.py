@@ -167,6 +167,7 @@ def test_pre_tokenizers(kind, pieces):
         ({"architecture": "gemma"}, "general.architecture 'gemma' is not supported; only llama is"),
         ({"pre": "mystery"}, "tokenizer.ggml.pre 'mystery' is not supported; known: gpt-2, smollm, llama-bpe, qwen2"),
         ({"extra": {"llama.mystery": 1.0}}, "unknown key llama.mystery"),
+        ({"extra": {"tokenizer.ggml.eot_token_id": 1.5}}, "tokenizer.ggml.eot_token_id must be a token id, not 1.5"),
         ({"extra": {"llama.rope.scaling.factor": 2.0}}, "unknown key llama.rope.scaling.factor"),
         ({"config": replace(CONFIG, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 4096))}, "not the scaling of Llama 3"),
     ],

@@ -195,6 +195,8 @@ def _tensors(change):
 
 BAD = {
     "unknown layout": (_config(architectures=["DFlashDraftModel"]), "block layout unknown: .* sample_from_anchor"),
+    "architecture type": (_config(architectures=5), "architectures must be a list of names, not 5"),
+    "block size": (_config(block_size=1024), "block_size 1024 must be under the target's 1024 positions"),
     "no architecture": (_config(architectures="removed"), "block layout unknown"),
     "in place": (_config(sample_from_anchor=False), "in-place checkpoints, .* are not supported"),
     "unknown key": (_config(mystery=1), "config.json: unknown key mystery"),
@@ -222,6 +224,10 @@ BAD = {
     "wrong shape": (
         _tensors(lambda t: t.update({"confidence_head.proj.bias": np.zeros(2, np.float32)})),
         r"tensor confidence_head.proj.bias has shape \[2\], but its config asks for \[1\]",
+    ),
+    "integers": (
+        _tensors(lambda t: t.update({"hidden_norm.weight": t["hidden_norm.weight"].astype(np.int64)})),
+        "tensor hidden_norm.weight is stored as int64; weights must be floating-point",
     ),
     "other target": (
         _tensors(lambda t: t.update({"embed_tokens.weight": t["embed_tokens.weight"][::-1].copy()})),

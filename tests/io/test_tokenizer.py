@@ -114,6 +114,9 @@ def test_loss_mask_where_every_generation_prompt_opens_thinking():
         ("{{ raise_exception('no system role') }}", "chat template: no system role"),
         ("{{ messages[9].content.x }}", "chat template: "),
         ("{{ ''.__class__.__mro__ }}", "chat template: "),
+        ("{{ 1 / 0 }}", "chat template: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template: "),
+        ("{{ '\\ud800' }}", "chat template: .*surrogates"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "no special token"),
         ("{{ messages | length }}{{ messages[0].content }}", "changes earlier messages"),
     ],
@@ -131,6 +134,19 @@ def test_malformed_tokenizer_files(tmp_path):
     byte_tokenizer().save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(InputError, match=r"tokenizer_config.json, line 1: malformed JSON"):
+        load_tokenizer(tmp_path)
+    for fields, message in (
+        ({"eos_token": 5}, "eos_token must be a string"),
+        ({"eos_token": {"x": 1}}, "eos_token must be a string"),
+        ({"chat_template": 5}, "chat_template must be a string"),
+        ({"chat_template": [{}, 5]}, "chat_template has no entry named default"),
+        ({"chat_template": [{"name": "default", "template": 7}]}, "chat_template must be a string"),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+        with pytest.raises(InputError, match=f"tokenizer_config.json: {message}"):
+            load_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"chat_template.jinja: not UTF-8"):
         load_tokenizer(tmp_path)
 
 

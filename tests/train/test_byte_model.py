@@ -116,6 +116,20 @@ def test_batches_have_all_lengths_and_some_begin_at_files():
     jax.tree.map(np.testing.assert_array_equal, batches[5], step_batch(stream, settings, 5))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("weight-decay", "nan"), ("learning-rate", "inf"), ("seed", -1), ("checkpoints", __file__), ("output", __file__)],
+)
+def test_bad_options_are_one_line(one_line, name, value):
+    one_line(["byte-model", f"--{name}", value], name.replace("-", "_"), value)
+
+
+def test_checkpoints_of_something_else(one_line, tmp_path):
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    command = ["byte-model", "--checkpoints", tmp_path / "checkpoints", "--output", tmp_path / "model"]
+    one_line(command, "checkpoints: checkpoint 5 could not be read")
+
+
 def test_the_shipped_model():
     fields = json.loads((SHIPPED / "config.json").read_text())
     assert fields["architectures"] == ["Qwen3ForCausalLM"]

@@ -247,6 +247,9 @@ def test_a_reduced_draft_vocabulary(fit_arguments, one_line, records, tmp_path, 
         (("--accumulation", "3"), ["--batch-size 4", "--accumulation 3"]),
         (("--optimizer.learning-rate", "nan"), ["--optimizer.learning-rate nan"]),
         (("--loss.decay", "0"), ["--loss.decay"]),
+        (("--seed", str(2**32)), ["--seed 4294967296"]),
+        (("--block-size", "100000"), ["block_size 100000"]),
+        (("--dtype", "float23"), ["--dtype", "float23"]),
         (("--mask-token-id", "300"), ["mask_token_id 300"]),
         (("--target-layer-ids", "0", "2"), ["target_layer_ids", "2"]),
         (("--draft-vocab-size", "1000"), ["draft_vocab_size 1000"]),
@@ -277,3 +280,17 @@ def test_an_export_of_no_run_is_one_line(one_line, tmp_path):
     one_line(["export", "--run", tmp_path / "nothing", "--output", tmp_path / "d"], "nothing")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     one_line(["export", "--run", tmp_path / "run", "--output", tmp_path / "d"], "no checkpoint yet")
+
+
+def test_a_checkpoint_with_other_notes_is_one_line(one_line, finished, fit_arguments, tmp_path):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    for notes in (run / "checkpoints").glob("*/notes/metadata"):
+        notes.write_text("{}")
+    one_line(["export", "--run", run, "--output", tmp_path / "d"], "could not be read", "notes")
+    one_line(fit_arguments(run), "could not be read", "notes")
+
+
+def test_an_export_replaces_no_other_model(one_line, finished, tmp_path):
+    folder = Path(shutil.copytree(ROOT / "tests/goldens/target", tmp_path / "target"))
+    (folder / "generation_config.json").unlink()
+    one_line(["export", "--run", finished, "--output", folder], f"{folder}: holds another model")

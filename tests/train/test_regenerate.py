@@ -106,6 +106,7 @@ def test_bad_input_is_one_line(chat_target, prompts, tmp_path, write_rows, one_l
     one_line(arguments(tmp_path / "nowhere", prompts, output), "nowhere")
     one_line(arguments(chat_target, prompts, output, "--temperature", -1), "--temperature -1")
     one_line(arguments(chat_target, prompts, output, "--max-new-tokens", 0), "--max-new-tokens 0")
+    one_line(arguments(chat_target, prompts, output, "--seed", 2**40), "--seed 1099511627776")
     for line, words in (
         ({"prompt": "x" * 2000}, "2000 tokens"),
         ({"input_ids": [300]}, "token id 300"),
@@ -119,5 +120,10 @@ def test_bad_input_is_one_line(chat_target, prompts, tmp_path, write_rows, one_l
     output.unlink()
     assert main(arguments(chat_target, prompts, output)) == 0
     one_line(arguments(chat_target, prompts, output, "--seed", 1), "--seed 0, not 1")
+    before = rows(output)
+    for spoilt in (before[::-1], [*before, *before], [before[0] | {"turn": 9}]):
+        one_line(arguments(chat_target, prompts, write_rows(output, spoilt)), "out.jsonl, line", "not made by")
+        assert rows(output) == spoilt
+    write_rows(output, before)
     changed = write_rows(tmp_path / "changed.jsonl", [{"prompt": "y"}])
     one_line(arguments(chat_target, changed, output), "other contents of --prompts")

@@ -56,7 +56,7 @@ def test_prompts_are_beginnings_of_the_split(tmp_path, split):
     assert len(set(written)) == 40
     text = [data.decode() for data in corpus(split).values()]
     for prompt in written:
-        assert 197 <= len(prompt.encode()) <= 400
+        assert 61 <= len(prompt.encode()) <= 160
         assert prompt.lstrip().startswith(("def ", "async def ")) or any(file.startswith(prompt) for file in text)
         assert any(prompt in file for file in text)
 
@@ -70,3 +70,8 @@ def test_other_seeds_give_other_prompts(tmp_path):
 def test_impossible_counts(tmp_path, count, message):
     with pytest.raises(InputError, match=message):
         prompts(StdlibPromptsConfig(output=tmp_path, count=count))
+
+
+def test_a_negative_seed():
+    with pytest.raises(InputError, match="seed -1: must be at least 0"):
+        prompts(StdlibPromptsConfig(output=Path("x"), seed=-1))
