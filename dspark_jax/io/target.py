@@ -108,7 +108,9 @@ def _eos_token_ids(folder: Path, fields: dict[str, Any]) -> tuple[int, ...]:
         value = origin.get("eos_token_id")
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(i) is int and 0 <= i < 2**31 for i in listed):
-            raise InputError(f"{folder / path}: eos_token_id must be an integer in 0..{2**31 - 1} or a list of them, not {value!r}")
+            raise InputError(
+                f"{folder / path}: eos_token_id must be an integer in 0..{2**31 - 1} or a list of them, not {value!r}"
+            )
         ids.update(listed)
     return tuple(sorted(ids))
 

@@ -16,7 +16,8 @@ def config_from_hf(fields: Mapping[str, Any], allow_keys: Collection[str] = ()) 
     Raises:
       ValueError: an unknown family, or a missing, unknown or unsupported key or value, named.
     """
-    family = FAMILIES.get(fields.get("model_type", ""))
+    name = fields.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
-        raise ValueError(f"model_type {fields.get('model_type')!r} is not supported; known: {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type {name!r} is not supported; known: {', '.join(FAMILIES)}")
     return family.config_from_hf(fields, allow_keys)

@@ -50,7 +50,7 @@ def number(fields: Mapping[str, Any], key: str, default: float | None = None) ->
         return default
     if value is None:
         raise ValueError(f"{key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
         raise ValueError(f"{key} must be a positive number, not {value!r}")
     return float(value)
 
@@ -84,10 +84,13 @@ def rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         return theta, None
     if kind != "llama3":
         raise ValueError(f"rope_type {kind!r} is not supported; only default and llama3 are")
+    low, high = number(merged, "low_freq_factor"), number(merged, "high_freq_factor")
+    if low >= high:
+        raise ValueError(f"low_freq_factor {low} must be smaller than high_freq_factor {high}")
     return theta, RopeScaling(
         factor=number(merged, "factor"),
-        low_freq_factor=number(merged, "low_freq_factor"),
-        high_freq_factor=number(merged, "high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position_embeddings=integer(merged, "original_max_position_embeddings"),
     )
 
@@ -109,7 +112,7 @@ def sliding_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
     if types is None:
         full = 0 if fields.get("max_window_layers") == 0 else integer(fields, "max_window_layers", 28)
         return tuple(None if layer < full else window for layer in range(layers))
-    if not isinstance(types, list) or len(types) != layers:
+    if not isinstance(types, list) or len(types) != layers or not all(isinstance(kind, str) for kind in types):
         raise ValueError(f"layer_types must be a list of num_hidden_layers {layers} names, not {types!r}")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown:

@@ -70,9 +70,7 @@ def _optimizer(config: LanguageModelConfig) -> optax.GradientTransformation:
 
 def init_state(config: LanguageModelConfig, params: TargetParams) -> LanguageModelState:
     """State before the first step, from float32 parameters."""
-    return LanguageModelState(
-        jnp.zeros((), jnp.int32), params, _optimizer(config).init(params)
-    )
+    return LanguageModelState(jnp.zeros((), jnp.int32), params, _optimizer(config).init(params))
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")

@@ -72,6 +72,6 @@ def test_impossible_counts(tmp_path, count, message):
         prompts(StdlibPromptsConfig(output=tmp_path, count=count))
 
 
-def test_a_negative_seed():
+def test_a_negative_seed(tmp_path):
     with pytest.raises(InputError, match="seed -1: must be at least 0"):
-        prompts(StdlibPromptsConfig(output=Path("x"), seed=-1))
+        prompts(StdlibPromptsConfig(output=tmp_path, seed=-1))
