@@ -144,8 +144,13 @@ def _resume(config: RegenerateConfig, settings: dict[str, Any], prompts: Sequenc
     kept, done, before = 0, 0, (-1, 0)
     for number, row in enumerate(rows, 1):
         index, turn = row.get("index"), row.get("turn")
-        known = type(index) is int and type(turn) is int and 0 <= index < len(prompts)
-        if not known or not 0 <= turn < prompts[index].num_turns or (index, turn) <= before:
+        if (
+            type(index) is not int
+            or type(turn) is not int
+            or not 0 <= index < len(prompts)
+            or not 0 <= turn < prompts[index].num_turns
+            or (index, turn) <= before
+        ):
             raise InputError(f"{config.output}, line {number}: was not made by regenerate; name another --output")
         before = (index, turn)
         ends_batch = (index + 1) % config.batch_size == 0 or index + 1 == len(prompts)
