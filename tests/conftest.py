@@ -32,6 +32,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _release_programs() -> Iterator[None]:
+    """Frees a module's compiled programs: a process that keeps them all runs out of memory mappings and crashes."""
+    yield
+    jax.clear_caches()
+
+
 class Compilations:
     """How many programs this process has compiled since the fixture's start or the last `reset`."""
 
