@@ -87,6 +87,7 @@ def test_sliding_windows(changes, windows):
         ({"rope_theta": float("inf")}, "rope_theta must be a positive number, not inf"),
         ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor 4.0 must be"),
+        ({"layer_types": [1, "full_attention", None, []]}, "layer_types"),
         ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
         ({"vocab_size": True}, "vocab_size must be a positive integer, not True"),
         ({"num_experts": 4}, "unknown key num_experts"),
