@@ -1,8 +1,16 @@
 """Speculative decoding in JAX: DSpark drafting, lossless verification, and drafter training."""
 
-from dspark_jax.config import DrafterConfig, MarkovHeadType, RopeScaling, TargetConfig, default_taps
+from dspark_jax.config import (
+    DrafterConfig,
+    MarkovHeadType,
+    RopeScaling,
+    TargetConfig,
+    TreeKind,
+    TreeSpec,
+    default_taps,
+)
+from dspark_jax.decode_state import DecodeConfig, Verifier
 from dspark_jax.generation import Generation, generate, generate_chunks
-from dspark_jax.rounds import DecodeConfig, Verifier
 from dspark_jax.sampling import SamplingParams, request_keys, sampling_params
 
 __all__ = [
@@ -13,6 +21,8 @@ __all__ = [
     "RopeScaling",
     "SamplingParams",
     "TargetConfig",
+    "TreeKind",
+    "TreeSpec",
     "Verifier",
     "default_taps",
     "generate",

@@ -123,6 +123,53 @@ class DrafterConfig(DecoderConfig):
         return self.draft_vocab_size < self.vocab_size
 
 
+class TreeKind(enum.Enum):
+    """How a tree of candidates grows.
+
+    PCTREE: every parent on the frontier has children of its own, by the Markov head (PCTree, arXiv 2608.02123).
+    JETSPEC: best-first over candidates of each depth that all parents share (JetSpec, arXiv 2606.18394).
+    DDTREE: the most probable prefixes of such shared candidates (DDTree, arXiv 2604.12989).
+    """
+
+    PCTREE = "pctree"
+    JETSPEC = "jetspec"
+    DDTREE = "ddtree"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeSpec:
+    """The shape of a tree of drafts.
+
+    `k`: children of an expanded parent (4 for PCTree, 7 for JetSpec; DDTree has no such limit). `width`: parents that
+    PCTree expands at each depth, k by default. `budget`: nodes, the root included. `spine`: whether PCTree keeps the
+    greedy chain, as far as it is confident, whenever the budget has room for a whole one; then a tree never accepts
+    less than the chain. None stands for the default; what a kind does not have must be None.
+    """
+
+    kind: TreeKind = TreeKind.PCTREE
+    k: int | None = None
+    width: int | None = None
+    budget: int = 32
+    spine: bool | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", TreeKind(self.kind))
+        defaults: dict[str, int | bool] = {
+            TreeKind.PCTREE: {"k": 4, "width": self.k or 4, "spine": True},
+            TreeKind.JETSPEC: {"k": 7},
+            TreeKind.DDTREE: {},
+        }[self.kind]
+        for field in ("k", "width", "spine"):
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, defaults.get(field))
+            elif field not in defaults:
+                raise ValueError(f"tree {field}: a {self.kind.value} tree has none; leave it out")
+        for field, least in (("k", 1), ("width", 1), ("budget", 2)):
+            value = getattr(self, field)
+            if value is not None and value < least:
+                raise ValueError(f"tree {field} {value} must be at least {least}")
+
+
 def check_taps(target_layer_ids: tuple[int, ...], num_target_layers: int) -> None:
     """Raises ValueError unless the taps are ascending ids in -1..N-2 (the last layer's output is ambiguous)."""
     if not target_layer_ids:

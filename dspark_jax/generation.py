@@ -9,11 +9,13 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from dspark_jax.decode_state import DecodeConfig, DecodeState, Requests
 from dspark_jax.drafters.dspark import DrafterParams
-from dspark_jax.rounds import DecodeConfig, DecodeState, Requests, decode_round, prefill
+from dspark_jax.rounds import decode_round, prefill
 from dspark_jax.sampling import SamplingParams, sampling_params
 from dspark_jax.sharding import under_auto_axes
 from dspark_jax.targets.decoder import TargetParams
+from dspark_jax.verification.counting import Counts
 
 
 @struct.dataclass
@@ -21,21 +23,16 @@ class Generation:
     """New tokens of R requests, and what each round accepted.
 
     `tokens[:, :lengths]` are the new tokens, the EOS included. `stopped`: ended by an EOS token, else by max_tokens.
-    `accepted_lengths[:, :rounds]`: tokens of each round, bonus included, the last one uncut; prefill's token belongs
-    to no round. `reached`, `accepted`: for each slot, the rounds in which it was verified after all earlier drafts
-    were accepted, and those in which it was accepted. `verified`: draft tokens verified. `log_probabilities`: of each
-    new token under the target's unfiltered logits at temperature 1, or None.
+    `counts.accepted_lengths[:, :rounds]`: tokens of each round, bonus included, the last one uncut; prefill's token
+    belongs to no round. `log_probabilities`: of each new token under the target's unfiltered logits at temperature 1,
+    or None.
     """
 
     tokens: Int[Array, "R max_new_tokens"]
     lengths: Int[Array, "R"]
     done: Bool[Array, "R"]
     stopped: Bool[Array, "R"]
-    accepted_lengths: Int[Array, "R max_new_tokens"]
-    rounds: Int[Array, "R"]
-    reached: Int[Array, "R drafts"]
-    accepted: Int[Array, "R drafts"]
-    verified: Int[Array, "R"]
+    counts: Counts
     log_probabilities: Float[Array, "R max_new_tokens"] | None
 
 
@@ -52,11 +49,7 @@ def _result(config: DecodeConfig, state: DecodeState) -> Generation:
         lengths=lengths,
         done=state.done,
         stopped=state.stopped,
-        accepted_lengths=state.accepted_lengths,
-        rounds=state.rounds,
-        reached=state.reached,
-        accepted=state.accepted,
-        verified=state.verified,
+        counts=state.counts,
         log_probabilities=None if state.log_probabilities is None else new(state.log_probabilities),
     )
 

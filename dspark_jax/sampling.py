@@ -152,18 +152,30 @@ def filter_logits(logits: Float[Array, "R N V"], sampling: SamplingParams) -> Fl
     return jax.lax.cond(jnp.any(active), apply, lambda: logits)
 
 
+def perturb(
+    filtered: Float[Array, "R N V"], noise: Float[Array, "R N V"], sampling: SamplingParams
+) -> Float[Array, "R N V"]:
+    """ℓ + T·g."""
+    return filtered + sampling.temperature.astype(filtered.dtype)[:, None, None] * noise.astype(filtered.dtype)
+
+
+def temper(filtered: Float[Array, "R N V"], sampling: SamplingParams) -> Float[Array, "R N V"]:
+    """ℓ / T, or ℓ itself at T = 0."""
+    temperature = sampling.temperature.astype(filtered.dtype)[:, None, None]
+    return filtered / jnp.where(temperature > 0, temperature, 1)
+
+
 def choose(
     filtered: Float[Array, "R N V"], noise: Float[Array, "R N V"], sampling: SamplingParams
 ) -> Int[Array, "R N"]:
     """argmax(ℓ + T·g); the lower id wins a tie."""
-    temperature = sampling.temperature.astype(filtered.dtype)[:, None, None]
-    return jnp.argmax(filtered + temperature * noise.astype(filtered.dtype), axis=-1).astype(jnp.int32)
+    return jnp.argmax(perturb(filtered, noise, sampling), axis=-1).astype(jnp.int32)
 
 
 def log_law(filtered: Float[Array, "R N V"], sampling: SamplingParams) -> Float[Array, "R N V"]:
     """Log-probabilities of the law that `choose` samples: softmax(ℓ/T), or one-hot at T = 0."""
-    temperature = sampling.temperature.astype(filtered.dtype)[:, None, None]
     ids = jnp.arange(filtered.shape[-1], dtype=jnp.int32).reshape((1,) * (filtered.ndim - 1) + (-1,))
     greedy = jnp.argmax(filtered, axis=-1, keepdims=True).astype(jnp.int32) == ids
-    warm = jax.nn.log_softmax(filtered / jnp.where(temperature > 0, temperature, 1), axis=-1)
-    return jnp.where(temperature > 0, warm, jnp.where(greedy, 0.0, -jnp.inf).astype(filtered.dtype))
+    warm = jax.nn.log_softmax(temper(filtered, sampling), axis=-1)
+    cold = jnp.where(greedy, 0.0, -jnp.inf).astype(filtered.dtype)
+    return jnp.where((sampling.temperature > 0)[:, None, None], warm, cold)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dspark_jax
-from dspark_jax import DecodeConfig, Generation, Verifier
-from dspark_jax.io import Drafter, Target
+from dspark_jax import DecodeConfig, Generation, TreeSpec, Verifier
+from dspark_jax.decode_state import Requests
+from dspark_jax.io import Drafter, InputError, Target
 from infer.batching import Batch
 from infer.options import DecodingOptions
 from infer.text import Texts
@@ -44,9 +45,13 @@ class Decoder:
         )
         return (jax.tree.map(np.asarray, chunk) for chunk in chunks)
 
-    def _arguments(self, batch: Batch) -> tuple:
+    def requests(self, batch: Batch) -> Requests:
         rows = batch.shape[0]
         threshold = jnp.full(rows, self.options.confidence_threshold, jnp.float32)
+        return Requests(batch.keys, self.options.sampling(rows), batch.max_tokens, threshold)
+
+    def _arguments(self, batch: Batch) -> tuple:
+        requests = self.requests(batch)
         return (
             self.target.params,
             None if self.drafter is None else self.drafter.params,
@@ -54,9 +59,9 @@ class Decoder:
             batch.lengths,
             batch.keys,
             self.config,
-            self.options.sampling(rows),
-            batch.max_tokens,
-            threshold,
+            requests.sampling,
+            requests.max_tokens,
+            requests.confidence_threshold,
         )
 
 
@@ -65,14 +70,20 @@ def make_decoder(
     drafter: Drafter | None,
     options: DecodingOptions,
     verifier: Verifier = Verifier.COUPLED,
+    tree: TreeSpec | None = None,
     log_probabilities: bool = False,
 ) -> Decoder:
-    config = DecodeConfig(
-        target=target.config,
-        drafter=None if drafter is None else drafter.config,
-        max_new_tokens=min(options.max_new_tokens, target.config.max_position_embeddings),
-        eos_token_ids=target.eos_token_ids,
-        verifier=verifier,
-        log_probabilities=log_probabilities,
-    )
+    """Raises an InputError for a tree that does not fit the drafter or the verifier."""
+    try:
+        config = DecodeConfig(
+            target=target.config,
+            drafter=None if drafter is None else drafter.config,
+            tree=tree,
+            max_new_tokens=min(options.max_new_tokens, target.config.max_position_embeddings),
+            eos_token_ids=target.eos_token_ids,
+            verifier=verifier,
+            log_probabilities=log_probabilities,
+        )
+    except ValueError as error:
+        raise InputError(f"--{error}") from error
     return Decoder(target, drafter, config, options)

@@ -11,20 +11,34 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from dspark_jax import Generation, Verifier, request_keys
+from dspark_jax import Generation, TreeKind, Verifier, request_keys
 from dspark_jax.io import InputError, Prompt, write_json
 from dspark_jax.verification.statistics import AcceptanceCounts, count_acceptance, first_difference, score_gap
 from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
 from infer.decoding import Decoder, make_decoder
+from infer.draw import draw_tree
+from infer.methods import Method, MethodName, chosen_methods
 from infer.models import describe, load_described, load_named, print_cache_size
 from infer.options import DecodingOptions
-from infer.outputs import check_report
+from infer.outputs import check_output, check_report
 from infer.report import environment
-from infer.results import Difference, Result, plot_results, pool, result_fields, results_table
+from infer.results import (
+    Difference,
+    Result,
+    label,
+    plot_budgets,
+    plot_results,
+    pool,
+    result_fields,
+    results_table,
+)
+from infer.round_parts import part_milliseconds
 
 # Two scores closer than this may change places by rounding alone.
 _NEAR_TIE = 1e-3
 _SAMPLE_CHARACTERS = 300
+# Rounds whose parts are timed.
+_TIMED_ROUNDS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +56,15 @@ class EvaluateOptions(DecodingOptions):
     """JSON file to write; the plot goes beside it as .png."""
     limit: int | None = None
     """Prompts of each file, from its beginning."""
+    compare: tuple[MethodName, ...] = ()
+    """Methods to put side by side; the chain, or what --tree names, by default. A chain beside pctree adds controls:
+    pctree with the chain's number of nodes, and the chain with each slot's second choice."""
+    sweep_budget: tuple[int, ...] = ()
+    """Also measure pctree with these budgets, and plot τ and speed against them."""
     verifier: tuple[Verifier, ...] = (Verifier.COUPLED,)
-    """One or more; they differ at a temperature above 0."""
+    """One or more; they differ at a temperature above 0. Trees are left out of those for chains (rejection, block)."""
+    draw_tree: Path | None = None
+    """PNG file to draw one real tree of the first tree method to."""
     repeats: int = 3
     """How often each batch is timed; the median counts."""
     sample: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -60,7 +81,30 @@ class EvaluateOptions(DecodingOptions):
         for path in self.prompts:
             if not path.is_file():
                 raise InputError(f"{path}: no such file")
-        check_report(self.output, [*self.prompts, self.target, self.drafter])
+        if self.tree is not None and self.compare:
+            raise InputError(f"--tree {self.tree.value}: is one of --compare's methods; leave one of the two out")
+        self.check_trees([TreeKind(name) for name in self.methods if name != "chain"])
+        for budget in self.sweep_budget:
+            if budget < 2:
+                raise InputError(f"--sweep-budget {budget} must be at least 2")
+        inputs = [*self.prompts, self.target, self.drafter]
+        check_report(self.output, inputs)
+        if self.sweep_budget:
+            check_output(self.budget_plot, inputs)
+        if self.draw_tree is not None:
+            if not (self.sweep_budget or any(name != "chain" for name in self.methods)):
+                raise InputError(f"--draw-tree {self.draw_tree}: no tree is measured; add --tree or --compare")
+            check_output(self.draw_tree, inputs)
+
+    @property
+    def methods(self) -> tuple[MethodName, ...]:
+        if self.tree is not None:
+            return (self.tree.value,)
+        return self.compare or ("chain",)
+
+    @property
+    def budget_plot(self) -> Path:
+        return self.output.with_name(f"{self.output.stem}_budgets.png")
 
 
 def evaluate(options: EvaluateOptions) -> None:
@@ -69,12 +113,13 @@ def evaluate(options: EvaluateOptions) -> None:
     files = {path: read_prompt_file(path, description, options)[: options.limit] for path in options.prompts}
     longest = max(len(prompt.turn_ids()) for prompts in files.values() for prompt in prompts)
     rows = min(options.batch_size, max(map(len, files.values())))
+    drafts = description.width - 1
+    methods = chosen_methods(options, options.methods, options.sweep_budget, options.verifier, drafts)
     print_cache_size(description, rows, bucket(longest), options)
     target = load_described(options, description)
     drafter = load_named(options, options.drafter, target)
     plain = make_decoder(target, None, options)
-    verifiers = dict.fromkeys(options.verifier)
-    speculative = {verifier: make_decoder(target, drafter, options, verifier) for verifier in verifiers}
+    speculative = {method: make_decoder(target, drafter, options, method.verifier, method.tree) for method in methods}
     results = []
     for path, prompts in files.items():
         run = _Run(options, rows, path, prompts, plain, speculative)
@@ -105,19 +150,33 @@ def evaluate(options: EvaluateOptions) -> None:
         "law": law,
         "timing": f"plain and speculative decoding alternate batch by batch, median of {options.repeats}, "
         "compilation excluded, prefill included",
+        "round_parts": "medians of the first rounds of each file's first batch, each part a program of its own",
         "results": [result_fields(result) for result in results],
         "pooled": [result_fields(result) for result in pooled],
     }
     write_json(options.output, report)
     plot = options.output.with_suffix(".png")
-    plot_results(plot, results, f"{drafter.name} for {target.name}, T = {options.temperature:g}, {law['device']}")
-    print(f"wrote {options.output} and {plot}", file=sys.stderr)
+    title = f"{drafter.name} for {target.name}, T = {options.temperature:g}, {law['device']}"
+    plot_results(plot, results, title)
+    written = [options.output, plot]
+    if options.sweep_budget:
+        plot_budgets(options.budget_plot, results, {*options.sweep_budget, options.tree_budget}, title)
+        written.append(options.budget_plot)
+    if options.draw_tree is not None:
+        decoder = next(decoder for method, decoder in speculative.items() if method.tree is not None)
+        prompts = next(iter(files.values()))
+        requests = [Request(0, 0, prompts[0], prompts[0].turn_ids())]
+        keys = request_keys(options.seed, len(prompts))
+        context = target.config.max_position_embeddings
+        draw_tree(options.draw_tree, decoder, make_batch(requests, 1, context, options.max_new_tokens, keys))
+        written.append(options.draw_tree)
+    print(f"wrote {', '.join(map(str, written))}", file=sys.stderr)
 
 
 def _warn_of_collapse(result: Result) -> None:
     first, second = result.counts.conditional_acceptance[:2]
     print(
-        f"warning: {result.file}, {result.verifier.value}: acceptance falls from {first:.2f} at position 0 to "
+        f"warning: {label(result)}: acceptance falls from {first:.2f} at position 0 to "
         f"{second:.2f} at position 1; likely the drafter's layout (slot k must predict the token at anchor+k+1) or the "
         "alignment of its context features is wrong",
         file=sys.stderr,
@@ -125,7 +184,7 @@ def _warn_of_collapse(result: Result) -> None:
 
 
 class _Run:
-    """One prompt file: answers batches, and collects a result for each verifier."""
+    """One prompt file: answers batches, and collects a result for each method."""
 
     def __init__(
         self,
@@ -134,14 +193,20 @@ class _Run:
         path: Path,
         prompts: Sequence[Prompt],
         plain: Decoder,
-        speculative: dict[Verifier, Decoder],
+        speculative: dict[Method, Decoder],
     ) -> None:
         self._rows, self._keys = rows, request_keys(options.seed, len(prompts))
         self._options, self._plain, self._speculative = options, plain, speculative
         self._compiled: set[tuple[int, ...]] = set()
         self.results = [
-            Result(path.name, verifier, options.temperature, AcceptanceCounts.zero(decoder.config.width - 1))
-            for verifier, decoder in speculative.items()
+            Result(
+                path.name,
+                method,
+                options.temperature,
+                AcceptanceCounts.zero(decoder.config.depth),
+                decoder.config.width,
+            )
+            for method, decoder in speculative.items()
         ]
         self.bar = tqdm(total=sum(prompt.num_turns for prompt in prompts), desc=path.stem, unit="request")
         self.sample = ""
@@ -154,6 +219,9 @@ class _Run:
             self._compiled.add(batch.shape)
             for decoder in decoders:
                 decoder.compile(batch)
+        if self._options.compare and not self.results[0].part_ms:
+            for result, decoder in zip(self.results, self._speculative.values(), strict=True):
+                result.part_ms = part_milliseconds(decoder, batch, _TIMED_ROUNDS)
         seconds = np.zeros((self._options.repeats, len(decoders)))
         for repeat in range(self._options.repeats):
             generations = []
@@ -186,15 +254,7 @@ class _Run:
         plain_seconds: float,
         seconds: float,
     ) -> None:
-        result.counts = result.counts + count_acceptance(
-            speculative.accepted_lengths,
-            speculative.rounds,
-            speculative.lengths,
-            speculative.stopped,
-            speculative.verified,
-            speculative.reached,
-            speculative.accepted,
-        )
+        result.counts = result.counts + count_acceptance(speculative.counts, speculative.lengths, speculative.stopped)
         result.requests += len(requests)
         result.prompt_tokens += sum(len(request.ids) for request in requests)
         result.plain_tokens += int(plain.lengths.sum())

@@ -33,8 +33,9 @@ class GenerateOptions(DecodingOptions):
 
     A prompt line has `input_ids`, `prompt` (raw text), `messages` or `turns` (both through the chat template). An
     output line has `input_ids`, `output_ids` (new tokens only), `text`, `accepted_lengths` (tokens of each round, bonus
-    included), `finish_reason` (stop or length), and `turn` for prompts with turns. Interrupted work is kept in
-    OUTPUT.partial, and the same command goes on with it.
+    included), `verified_nodes` (nodes of each round's verification pass, the root included), `finish_reason` (stop or
+    length), and `turn` for prompts with turns. Interrupted work is kept in OUTPUT.partial, and the same command goes on
+    with it.
     """
 
     prompts: Path
@@ -44,7 +45,8 @@ class GenerateOptions(DecodingOptions):
     no_drafter: tyro.conf.FlagCreatePairsOff[bool] = False
     """Decode plainly, even if a drafter is named."""
     verifier: Verifier = Verifier.COUPLED
-    """How drafts are accepted at a temperature above 0: coupled yields plain sampling's tokens, rejection its law."""
+    """How drafts are accepted at a temperature above 0: coupled yields plain sampling's tokens, the others its law;
+    rejection and block are for chains."""
     stop: tuple[str, ...] = ()
     """Strings that end a request; the text ends before them."""
     log_probabilities: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -56,6 +58,11 @@ class GenerateOptions(DecodingOptions):
         super().check()
         if self.drafter is None and not self.no_drafter:
             raise InputError("--drafter is missing; name one, or decode plainly with --no-drafter")
+        if self.tree is not None and self.no_drafter:
+            raise InputError("--tree: plain decoding has none; leave out --no-drafter or --tree")
+        if self.tree is not None and self.verifier.chains_only:
+            raise InputError(f"--verifier {self.verifier.value}: is for chains; take coupled or target-walk for a tree")
+        self.check_trees([] if self.tree is None else [self.tree])
         if "" in self.stop:
             raise InputError("--stop: a stop string must not be empty")
 
@@ -77,7 +84,8 @@ def generate(options: GenerateOptions) -> None:
         print_cache_size(description, rows, longest, options)
     target = load_described(options, description)
     drafter = None if drafter_name is None else load_named(options, drafter_name, target)
-    decoder = make_decoder(target, drafter, options, options.verifier, options.log_probabilities)
+    tree = None if options.tree is None else options.tree_spec(options.tree)
+    decoder = make_decoder(target, drafter, options, options.verifier, tree, options.log_probabilities)
     _Run(options, decoder, output, prompts, rows).run()
 
 
@@ -86,6 +94,7 @@ def _settings(options: GenerateOptions, drafter: str | None) -> dict[str, Any]:
     values = {key: value for key, value in dataclasses.asdict(options).items() if key not in _IRRELEVANT}
     values |= {
         "verifier": options.verifier.value,
+        "tree": options.tree and options.tree.value,
         "prompts": hashlib.sha256(options.prompts.read_bytes()).hexdigest()[:16],
         "target": [options.target, stamp(options.target)],
         "drafter": None if drafter is None else [drafter, stamp(drafter)],
@@ -158,12 +167,15 @@ class _Run:
     def _line(self, request: Request, result: Generation, row: int) -> dict[str, Any]:
         length = int(result.lengths[row])
         ids = result.tokens[row, :length].tolist()
-        accepted = result.accepted_lengths[row, : result.rounds[row]]
+        counts = result.counts
+        accepted = counts.accepted_lengths[row, : counts.rounds[row]]
+        rounds = rounds_until(accepted, length)
         line = {
             "input_ids": request.ids,
             "output_ids": ids,
             "text": None if self._texts is None else self._texts.decode(ids),
-            "accepted_lengths": accepted[: rounds_until(accepted, length)].tolist(),
+            "accepted_lengths": accepted[:rounds].tolist(),
+            "verified_nodes": counts.verified_nodes[row, :rounds].tolist(),
             "finish_reason": "stop" if result.stopped[row] else "length",
         }
         if request.prompt.turns is not None:
@@ -173,8 +185,8 @@ class _Run:
         return line
 
     def _no_room(self, index: int, turn: int) -> None:
-        line = {"input_ids": [], "output_ids": [], "text": "", "accepted_lengths": [], "finish_reason": "length"}
-        line["turn"] = turn
+        line = {"input_ids": [], "output_ids": [], "text": "", "accepted_lengths": [], "verified_nodes": []}
+        line |= {"finish_reason": "length", "turn": turn}
         if self._options.log_probabilities:
             line["log_probabilities"] = []
         self._output.add(index, turn, line)

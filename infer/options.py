@@ -1,10 +1,19 @@
 """Options that several commands share."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Literal
 
-from dspark_jax import SamplingParams, sampling_params
+from dspark_jax import SamplingParams, TreeKind, TreeSpec, sampling_params
 from dspark_jax.io import InputError
+
+DEFAULT_BUDGET = 32
+# The options of a tree beside its budget, and which kinds have them.
+_TREE_FIELDS: dict[str, set[TreeKind]] = {
+    "k": {TreeKind.PCTREE, TreeKind.JETSPEC},
+    "width": {TreeKind.PCTREE},
+    "spine": {TreeKind.PCTREE},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,16 @@ class DecodingOptions(ModelOptions):
     """Requests decoded together."""
     confidence_threshold: float = 0.0
     """Drafts are cut before the first whose confidence is under this; 0 cuts nothing."""
+    tree: TreeKind | None = None
+    """Draft trees of this kind instead of chains."""
+    tree_k: int | None = None
+    """Children of an expanded node: 4 for pctree, 7 for jetspec; ddtree has no such limit."""
+    tree_width: int | None = None
+    """Nodes that pctree expands at each depth; tree-k by default."""
+    tree_budget: int = DEFAULT_BUDGET
+    """Nodes of a tree, the root included."""
+    tree_spine: bool | None = None
+    """Whether pctree keeps the greedy chain in the tree where the budget has room for it; yes by default."""
     enable_thinking: bool | None = None
     """Passed to the chat template as true (--enable-thinking) or false (--no-enable-thinking); else its default."""
 
@@ -56,6 +75,25 @@ class DecodingOptions(ModelOptions):
             raise InputError(f"--confidence-threshold {self.confidence_threshold} must be in [0, 1]")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"--seed {self.seed} must be in 0..{2**32 - 1}")
+
+    def tree_spec(self, kind: TreeKind) -> TreeSpec:
+        """The tree of this kind, with those of the tree options that the kind has."""
+        chosen = {field: getattr(self, f"tree_{field}") for field in _TREE_FIELDS if kind in _TREE_FIELDS[field]}
+        try:
+            return TreeSpec(kind=kind, budget=self.tree_budget, **chosen)
+        except ValueError as error:
+            raise InputError(f"--{str(error).replace(' ', '-', 1)}") from error
+
+    def check_trees(self, kinds: Collection[TreeKind]) -> None:
+        """Raises an InputError for a tree option that no kind in use has, or that makes no tree."""
+        for field, having in _TREE_FIELDS.items():
+            if getattr(self, f"tree_{field}") is not None and not set(kinds) & having:
+                used = ", ".join(kind.value for kind in kinds) or "no tree"
+                raise InputError(f"--tree-{field}: {used} has none; leave it out")
+        if self.tree_budget != DEFAULT_BUDGET and not kinds:
+            raise InputError("--tree-budget: without a tree there is none; add --tree, or leave it out")
+        for kind in kinds:
+            self.tree_spec(kind)
 
     def sampling(self, requests: int) -> SamplingParams:
         try:

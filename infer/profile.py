@@ -131,7 +131,7 @@ def _decoding_timer(options: ProfileOptions, target: Target, drafter: Drafter | 
         begin = time.perf_counter()
         result = dspark_jax.generate(target.params, parameters, tokens, lengths, keys, config, max_tokens=most)
         jax.block_until_ready(result)
-        return time.perf_counter() - begin, int(result.rounds[0])
+        return time.perf_counter() - begin, int(result.counts.rounds[0])
 
     def timer() -> float:
         prefill, _ = run(1)

@@ -66,10 +66,10 @@ def test_goldens(name):
     for row, entry in enumerate(entries):
         new = entry["output"][lengths[row] :]
         assert out.tokens[row, : out.lengths[row]].tolist() == new
-        rounds = out.rounds[row]
+        rounds = out.counts.rounds[row]
         expected = entry["acceptance_lengths"]
         # The reference may run one round after all tokens exist.
-        assert out.accepted_lengths[row, :rounds].tolist() == expected[:rounds]
+        assert out.counts.accepted_lengths[row, :rounds].tolist() == expected[:rounds]
         assert len(expected) - rounds in (0, 1)
 
 
@@ -83,10 +83,10 @@ def test_coupled_output_is_plain_output(head, draft_vocab_size, temperature):
     speculative = small.run(small.config(), sampling=sampling, confidence_threshold=thresholds)
     plain = small.run(small.plain(), sampling=sampling)
     np.testing.assert_array_equal(speculative.tokens, plain.tokens)
-    assert (speculative.rounds <= plain.rounds).all()
-    assert (plain.accepted_lengths.sum(axis=1) == plain.rounds).all()
+    assert (speculative.counts.rounds <= plain.counts.rounds).all()
+    assert (plain.counts.accepted_lengths.sum(axis=1) == plain.counts.rounds).all()
     if head != "dflash":
-        assert speculative.rounds[3] == plain.rounds[3], "threshold 1 verifies no draft"
+        assert speculative.counts.rounds[3] == plain.counts.rounds[3], "threshold 1 verifies no draft"
 
 
 @pytest.mark.parametrize("verifier", Verifier)
@@ -107,7 +107,7 @@ def test_batch_equals_single_requests(verifier):
             sampling=jax.tree.map(lambda x, row=row: x[row : row + 1], sampling),
         )
         assert alone.tokens[0].tolist() == together.tokens[row].tolist()
-        assert alone.accepted_lengths[0].tolist() == together.accepted_lengths[row].tolist()
+        assert alone.counts.accepted_lengths[0].tolist() == together.counts.accepted_lengths[row].tolist()
 
 
 def test_ends_inside_a_block():
@@ -123,20 +123,21 @@ def test_ends_inside_a_block():
         assert cut.tokens[row, : cut.lengths[row]].tolist() == expected
         assert not cut.tokens[row, cut.lengths[row] :].any()
         assert bool(cut.stopped[row]) == bool(ends)
-        rounds = cut.rounds[row]
-        assert cut.accepted_lengths[row, :rounds].tolist() == free.accepted_lengths[row, :rounds].tolist()
-        assert cut.accepted_lengths[row, :rounds].sum() + 1 >= cut.lengths[row]
+        rounds = cut.counts.rounds[row]
+        assert cut.counts.accepted_lengths[row, :rounds].tolist() == free.counts.accepted_lengths[row, :rounds].tolist()
+        assert cut.counts.accepted_lengths[row, :rounds].sum() + 1 >= cut.lengths[row]
 
 
 def test_position_counts_agree_with_accepted_lengths():
     small = Small("gated")
     out = small.run(small.config(), confidence_threshold=jnp.full(4, 0.5, jnp.float32))
     for row in range(4):
-        lengths = out.accepted_lengths[row, : out.rounds[row]]
-        assert out.accepted[row].tolist() == [(lengths > slot + 1).sum() for slot in range(3)]
-    assert (out.reached >= out.accepted).all()
-    assert (out.reached[:, 1:] <= out.accepted[:, :-1]).all()
-    assert (out.verified <= 3 * out.rounds).all() and (out.verified >= out.accepted.sum(axis=1)).all()
+        lengths = out.counts.accepted_lengths[row, : out.counts.rounds[row]]
+        assert out.counts.accepted[row].tolist() == [(lengths > slot + 1).sum() for slot in range(3)]
+    assert (out.counts.reached >= out.counts.accepted).all()
+    assert (out.counts.reached[:, 1:] <= out.counts.accepted[:, :-1]).all()
+    verified = out.counts.verified_nodes.sum(axis=1) - out.counts.rounds
+    assert (verified <= 3 * out.counts.rounds).all() and (verified >= out.counts.accepted.sum(axis=1)).all()
 
 
 def test_log_probabilities_are_the_targets():
@@ -163,7 +164,7 @@ def test_chunks_are_prefixes_of_the_whole():
         for row in range(4):
             assert chunk.tokens[row, : lengths[row]].tolist() == whole.tokens[row, : lengths[row]].tolist()
     assert lengths.tolist() == whole.lengths.tolist()
-    assert chunk.rounds.tolist() == whole.rounds.tolist()
+    assert chunk.counts.rounds.tolist() == whole.counts.rounds.tolist()
 
 
 def test_a_stopped_request_is_cut_and_the_others_go_on():

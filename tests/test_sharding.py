@@ -41,7 +41,7 @@ def test_sharded_verification_gives_the_same_tokens():
         sharded = dspark_jax.generate(target, drafter, tokens, lengths, keys, decode, sampling=sampling)
         program = dspark_jax.generate.lower(target, drafter, tokens, lengths, keys, decode, sampling=sampling).compile()
     np.testing.assert_array_equal(sharded.tokens, expected.tokens)
-    np.testing.assert_array_equal(sharded.accepted_lengths, expected.accepted_lengths)
+    np.testing.assert_array_equal(sharded.counts.accepted_lengths, expected.counts.accepted_lengths)
     # No device ever holds all the logits of its requests: one request, four nodes, half of the vocabulary.
     assert "f32[1,4,32]" in program.as_text()
     assert "f32[1,4,64]" not in program.as_text()

@@ -73,22 +73,18 @@ def confident_length(
 def propose_chain(
     params: DrafterParams,
     config: DrafterConfig,
-    state: dspark.DrafterState,
+    hidden: Float[Array, "R gamma d"],
     anchor_tokens: Int[Array, "R"],
-    anchor_positions: Int[Array, "R"],
     noise: Any,
     choose: Choose,
     confidence_threshold: Float[Array, "R"],
     law: Law | None = None,
 ) -> Proposal:
-    """One block: the parallel stage, the sequential stage, and the confident prefix of its drafts.
+    """The confident prefix of a chain over one block's hidden states.
 
     With `law`, the proposal carries log q over the whole target vocabulary (-inf outside a reduced one).
     """
-    with jax.named_scope("draft.backbone"):
-        hidden = dspark.block_hidden(params, config, state, anchor_tokens, anchor_positions)
-    with jax.named_scope("draft.sequential"):
-        rows, logits, confidence = sequential_stage(params, config, hidden, anchor_tokens, noise, choose)
+    rows, logits, confidence = sequential_stage(params, config, hidden, anchor_tokens, noise, choose)
     log_q = None
     if law is not None:
         log_q = law(logits)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -52,6 +53,20 @@ def write(
         return constrain(buffer.at[rows, slots].set(new.astype(buffer.dtype), mode="drop"), _AXES)
 
     return LayerCache(put(cache.keys, keys), put(cache.values, values))
+
+
+def move(cache: Any, source: Int[Array, "R T"], destination: Int[Array, "R T"]) -> Any:
+    """Copies rows of every layer from slot to slot, all read before any is written; see `write` for dropped rows."""
+
+    def one(layer: LayerCache) -> LayerCache:
+        def rows(buffer: Array) -> Array:
+            return jnp.take_along_axis(buffer, source[:, :, None, None], axis=1)
+
+        return write(layer, rows(layer.keys), rows(layer.values), destination)
+
+    if isinstance(cache, LayerCache):
+        return jax.vmap(one)(cache)
+    return tuple(map(one, cache))
 
 
 def cached_attention(slots: Int[Array, "R T"], masks: dict[int | None, Bool[Array, "R T S"]]) -> Attend:

@@ -95,12 +95,51 @@ def forward_cached(
 
     Their keys and values go to the slots of the same numbers; a request that is not `active` stores nothing.
     """
-    capacity = cache.keys.shape[2] if config.stacked_layers else cache[0].keys.shape[1]
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=start.dtype)[None]
-    slots = positions if active is None else jnp.where(active[:, None], positions, capacity)
-    keys = jnp.broadcast_to(jnp.arange(capacity, dtype=start.dtype)[None], (tokens.shape[0], capacity))
+    keys = _cache_slots(config, cache, tokens)
     masks = {window: visible(positions, keys, window) for window in set(config.sliding_windows)}
-    return forward(params, config, tokens, positions, cached_attention(slots, masks), cache, taps)
+    attend = cached_attention(_stored(positions, keys.shape[1], active), masks)
+    return forward(params, config, tokens, positions, attend, cache, taps)
+
+
+def forward_tree(
+    params: TargetParams,
+    config: TargetConfig,
+    tokens: Int[Array, "R N"],
+    depths: Int[Array, "R N"],
+    ancestors: Bool[Array, "R N N"],
+    start: Int[Array, "R"],
+    cache: Any,
+    taps: tuple[int, ...] = (),
+    active: Bool[Array, "R"] | None = None,
+) -> TargetOutput:
+    """The N nodes of each request's tree, the root at position `start`: tree verification.
+
+    A node's position is start + its depth, its slot start + its number; it sees the slots before `start` and its
+    `ancestors`, itself included. Sliding windows count positions.
+    """
+    nodes = jnp.arange(tokens.shape[1], dtype=start.dtype)[None]
+    positions = start[:, None] + depths
+    slots = _cache_slots(config, cache, tokens)
+    node = slots - start[:, None]
+    inside = (node >= 0) & (node < tokens.shape[1])
+    node = jnp.clip(node, 0, tokens.shape[1] - 1)
+    key_positions = jnp.where(inside, jnp.take_along_axis(positions, node, axis=1), slots)
+    mine = jnp.take_along_axis(ancestors, node[:, None, :], axis=2) & inside[:, None, :]
+    seen = (slots < start[:, None])[:, None, :] | mine
+    masks = {window: seen & visible(positions, key_positions, window) for window in set(config.sliding_windows)}
+    attend = cached_attention(_stored(start[:, None] + nodes, slots.shape[1], active), masks)
+    return forward(params, config, tokens, positions, attend, cache, taps)
+
+
+def _cache_slots(config: TargetConfig, cache: Any, tokens: Int[Array, "R T"]) -> Int[Array, "R S"]:
+    capacity = cache.keys.shape[2] if config.stacked_layers else cache[0].keys.shape[1]
+    return jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32)[None], (tokens.shape[0], capacity))
+
+
+def _stored(slots: Int[Array, "R T"], capacity: int, active: Bool[Array, "R"] | None) -> Int[Array, "R T"]:
+    """The slots, moved beyond the cache where a request stores nothing."""
+    return slots if active is None else jnp.where(active[:, None], slots, capacity)
 
 
 def forward_documents(

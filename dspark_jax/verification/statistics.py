@@ -13,6 +13,7 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.layers.kv_cache import init_cache
 from dspark_jax.sampling import SamplingParams, filter_logits, position_noise
 from dspark_jax.targets.decoder import TargetParams, forward_cached, target_logits
+from dspark_jax.verification.counting import Counts
 
 # With fewer rounds than this, a low acceptance at position 1 may be chance.
 _COLLAPSE_ROUNDS = 50
@@ -24,21 +25,22 @@ class AcceptanceCounts:
     """Sums over rounds, of one request or pooled over many: counts of disjoint rounds add.
 
     `tokens`: accepted lengths, bonus included, each request's last round uncut. `tokens_to_end`: the same, cut at the
-    end of each request that ended with an EOS. `verified`: drafts verified. `reached[k]`: rounds in which slot k was
-    verified and every earlier draft accepted; `accepted[k]`: those in which slot k was accepted too.
+    end of each request that ended with an EOS. For the others see `verification.counting.Counts`.
     """
 
     rounds: int
     tokens: int
     tokens_to_end: int
-    verified: int
-    reached: Int[np.ndarray, "drafts"]
-    accepted: Int[np.ndarray, "drafts"]
+    verified_nodes: int
+    reached: Int[np.ndarray, "depth"]
+    accepted: Int[np.ndarray, "depth"]
+    missed_first: int
+    took_second: int
 
     @classmethod
-    def zero(cls, drafts: int) -> "AcceptanceCounts":
-        """The counts of no round, for blocks of so many drafts."""
-        return cls(0, 0, 0, 0, np.zeros(drafts, np.int64), np.zeros(drafts, np.int64))
+    def zero(cls, depth: int) -> "AcceptanceCounts":
+        """The counts of no round, for drafts of such a depth."""
+        return cls(0, 0, 0, 0, np.zeros(depth, np.int64), np.zeros(depth, np.int64), 0, 0)
 
     def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
         return AcceptanceCounts(
@@ -46,9 +48,19 @@ class AcceptanceCounts:
         )
 
     @property
-    def proposed(self) -> int:
-        """Drafts proposed: every slot of every round, those cut by a confidence threshold included."""
-        return self.rounds * len(self.reached)
+    def verified(self) -> int:
+        """Drafts verified: nodes without the roots."""
+        return self.verified_nodes - self.rounds
+
+    @property
+    def committed_share(self) -> float:
+        """Of the nodes verified, those on accepted paths: each of them, the root too, gives one token."""
+        return float(_ratio(self.tokens, self.verified_nodes))
+
+    @property
+    def second_choice_mass(self) -> float:
+        """How often the target's token is the draft's second choice where it is not the first. NaN for a chain."""
+        return float(_ratio(self.took_second, self.missed_first))
 
     @property
     def tau(self) -> float:
@@ -61,12 +73,12 @@ class AcceptanceCounts:
         return float(_ratio(self.tokens_to_end, self.rounds))
 
     @property
-    def conditional_acceptance(self) -> Float[np.ndarray, "drafts"]:
+    def conditional_acceptance(self) -> Float[np.ndarray, "depth"]:
         """accepted[k] / reached[k]: of the rounds that verified slot k with all earlier drafts accepted."""
         return _ratio(self.accepted, self.reached)
 
     @property
-    def prefix_survival(self) -> Float[np.ndarray, "drafts"]:
+    def prefix_survival(self) -> Float[np.ndarray, "depth"]:
         """accepted[k] / rounds: of all rounds, those in which slots 0 to k were all accepted."""
         return _ratio(self.accepted, self.rounds)
 
@@ -84,27 +96,21 @@ def _ratio(numerator, denominator) -> np.ndarray:
     return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator > 0)
 
 
-def count_acceptance(
-    accepted_lengths: Int[ArrayLike, "R rounds"],
-    rounds: Int[ArrayLike, "R"],
-    lengths: Int[ArrayLike, "R"],
-    stopped: Bool[ArrayLike, "R"],
-    verified: Int[ArrayLike, "R"],
-    reached: Int[ArrayLike, "R drafts"],
-    accepted: Int[ArrayLike, "R drafts"],
-) -> AcceptanceCounts:
-    """Counts of R requests pooled, from the fields of a `Generation`. The first token, prefill's, is in no round."""
-    accepted_lengths, rounds, lengths = (np.asarray(x) for x in (accepted_lengths, rounds, lengths))
-    ran = np.arange(accepted_lengths.shape[1])[None] < rounds[:, None]
-    tokens = np.where(ran, accepted_lengths, 0).sum(axis=1)
+def count_acceptance(counts: Counts, lengths: Int[ArrayLike, "R"], stopped: Bool[ArrayLike, "R"]) -> AcceptanceCounts:
+    """Counts of R requests pooled, from a `Generation`. The first token, prefill's, is in no round."""
+    counts, lengths = jax.tree.map(np.asarray, counts), np.asarray(lengths)
+    ran = np.arange(counts.accepted_lengths.shape[1])[None] < counts.rounds[:, None]
+    tokens = np.where(ran, counts.accepted_lengths, 0).sum(axis=1)
     to_end = np.where(np.asarray(stopped), np.maximum(lengths - 1, 0), tokens)
     return AcceptanceCounts(
-        rounds=int(rounds.sum()),
+        rounds=int(counts.rounds.sum()),
         tokens=int(tokens.sum()),
         tokens_to_end=int(to_end.sum()),
-        verified=int(np.asarray(verified).sum()),
-        reached=np.asarray(reached).sum(axis=0, dtype=np.int64),
-        accepted=np.asarray(accepted).sum(axis=0, dtype=np.int64),
+        verified_nodes=int(np.where(ran, counts.verified_nodes, 0).sum()),
+        reached=counts.reached.sum(axis=0, dtype=np.int64),
+        accepted=counts.accepted.sum(axis=0, dtype=np.int64),
+        missed_first=int(counts.missed_first.sum()),
+        took_second=int(counts.took_second.sum()),
     )
 
 

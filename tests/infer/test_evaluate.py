@@ -85,9 +85,9 @@ def test_a_collapse_is_warned_of(infer, tmp_path, models, prompts, monkeypatch):
         result = run(self, batch)
         if self.drafter is None:
             return result
-        reached, accepted = np.zeros_like(result.reached), np.zeros_like(result.accepted)
+        reached, accepted = np.zeros_like(result.counts.reached), np.zeros_like(result.counts.accepted)
         reached[:, :2], accepted[:, 0], accepted[:, 1] = (50, 40), 40, 1
-        return result.replace(reached=reached, accepted=accepted)
+        return result.replace(counts=result.counts.replace(reached=reached, accepted=accepted))
 
     monkeypatch.setattr(Decoder, "run", collapsed)
     outcome = infer("evaluate", **models, prompts=prompts, output=tmp_path / "r.json", repeats=1, **OPTIONS)

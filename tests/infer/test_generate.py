@@ -36,7 +36,7 @@ def test_greedy_output_is_the_reference_s(infer, tmp_path, files, name, threshol
     lines = files.read_lines(output)
     assert len(lines) == len(entries)
     for line, entry in zip(lines, entries, strict=True):
-        assert set(line) == {"input_ids", "output_ids", "text", "accepted_lengths", "finish_reason"}
+        assert set(line) == {"input_ids", "output_ids", "text", "accepted_lengths", "verified_nodes", "finish_reason"}
         assert line["input_ids"] == entry["prompt"]
         assert line["input_ids"] + line["output_ids"] == entry["output"]
         assert line["text"] is None
@@ -167,6 +167,7 @@ def test_turns_run_in_order_and_end_with_the_context(infer, tmp_path, files, mod
         "output_ids": [],
         "text": "",
         "accepted_lengths": [],
+        "verified_nodes": [],
         "finish_reason": "length",
         "turn": 2,
     }

@@ -6,6 +6,7 @@ import pytest
 
 from dspark_jax import request_keys, sampling_params
 from dspark_jax.io import load_target
+from dspark_jax.verification.counting import Counts
 from dspark_jax.verification.statistics import (
     AcceptanceCounts,
     count_acceptance,
@@ -16,7 +17,7 @@ from dspark_jax.verification.statistics import (
 
 
 def simulated(seed: int, requests: int = 5, drafts: int = 3, rounds: int = 7) -> dict[str, np.ndarray]:
-    """Random rounds, and the sums that the decoder would keep of them, by plain loops."""
+    """Random rounds of chains, and the sums that the decoder would keep of them, by plain loops."""
     random = np.random.default_rng(seed)
     ran = random.integers(1, rounds + 1, requests)
     fields = {
@@ -24,7 +25,8 @@ def simulated(seed: int, requests: int = 5, drafts: int = 3, rounds: int = 7) ->
         "rounds": ran,
         "lengths": np.zeros(requests, int),
         "stopped": random.random(requests) < 0.5,
-        "verified": np.zeros(requests, int),
+        # Rounds that were not run hold anything.
+        "verified_nodes": random.integers(0, 9, (requests, rounds)),
         "reached": np.zeros((requests, drafts), int),
         "accepted": np.zeros((requests, drafts), int),
     }
@@ -33,7 +35,7 @@ def simulated(seed: int, requests: int = 5, drafts: int = 3, rounds: int = 7) ->
             verified = random.integers(0, drafts + 1)
             accepted = random.integers(0, verified + 1)
             fields["accepted_lengths"][request, index] = accepted + 1
-            fields["verified"][request] += verified
+            fields["verified_nodes"][request, index] = verified + 1
             for slot in range(drafts):
                 fields["reached"][request, slot] += slot < verified and slot <= accepted
                 fields["accepted"][request, slot] += slot < accepted
@@ -42,21 +44,28 @@ def simulated(seed: int, requests: int = 5, drafts: int = 3, rounds: int = 7) ->
     return fields
 
 
+def counted(fields: dict[str, np.ndarray]) -> AcceptanceCounts:
+    none = np.zeros(len(fields["rounds"]), int)
+    counts = {name: value for name, value in fields.items() if name not in ("lengths", "stopped")}
+    return count_acceptance(Counts(**counts, missed_first=none, took_second=none), fields["lengths"], fields["stopped"])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_counts(seed):
     fields = simulated(seed)
-    counts = count_acceptance(**fields)
-    tokens = to_end = 0
+    counts = counted(fields)
+    tokens = to_end = nodes = 0
     for request, rounds in enumerate(fields["rounds"]):
         own = sum(fields["accepted_lengths"][request, :rounds])
         tokens += own
+        nodes += sum(fields["verified_nodes"][request, :rounds])
         to_end += fields["lengths"][request] - 1 if fields["stopped"][request] else own
     rounds = sum(fields["rounds"])
     assert counts.tau == pytest.approx(tokens / rounds)
     assert counts.tau_to_end == pytest.approx(to_end / rounds)
     assert counts.tau_to_end <= counts.tau
-    assert counts.proposed == 3 * rounds
-    assert counts.verified == sum(fields["verified"])
+    assert counts.verified_nodes == nodes and counts.verified == nodes - rounds
+    assert counts.committed_share == pytest.approx(tokens / nodes)
     np.testing.assert_allclose(counts.prefix_survival, fields["accepted"].sum(0) / rounds)
     np.testing.assert_allclose(counts.conditional_acceptance, fields["accepted"].sum(0) / fields["reached"].sum(0))
     # Each accepted draft and each round's bonus is a token.
@@ -64,7 +73,7 @@ def test_counts(seed):
 
 
 def test_full_blocks_survive_as_the_product_of_conditionals():
-    counts = AcceptanceCounts(100, 0, 0, 300, np.array([100, 80, 40]), np.array([80, 40, 10]))
+    counts = AcceptanceCounts(100, 0, 0, 400, np.array([100, 80, 40]), np.array([80, 40, 10]), 0, 0)
     np.testing.assert_allclose(counts.conditional_acceptance, [0.8, 0.5, 0.25])
     np.testing.assert_allclose(counts.prefix_survival, np.cumprod([0.8, 0.5, 0.25]))
 
@@ -72,8 +81,8 @@ def test_full_blocks_survive_as_the_product_of_conditionals():
 def test_pooling_adds_counts():
     first, second = simulated(1), simulated(2)
     both = {name: np.concatenate([first[name], second[name]]) for name in first}
-    pooled = AcceptanceCounts.zero(3) + count_acceptance(**first) + count_acceptance(**second)
-    whole = count_acceptance(**both)
+    pooled = AcceptanceCounts.zero(3) + counted(first) + counted(second)
+    whole = counted(both)
     assert pooled.tau == whole.tau and pooled.tau_to_end == whole.tau_to_end and pooled.verified == whole.verified
     np.testing.assert_array_equal(pooled.prefix_survival, whole.prefix_survival)
 
@@ -89,7 +98,7 @@ def test_nothing_decoded_is_undefined_not_zero():
     [([200, 160], [160, 10], True), ([200, 160], [160, 80], False), ([30, 20], [20, 0], False), ([200], [100], False)],
 )
 def test_collapse(reached, accepted, collapsed):
-    counts = AcceptanceCounts(200, 0, 0, 0, np.array(reached), np.array(accepted))
+    counts = AcceptanceCounts(200, 0, 0, 0, np.array(reached), np.array(accepted), 0, 0)
     assert counts.collapsed is collapsed
 
 

@@ -10,10 +10,10 @@ import pytest
 from scipy import stats
 
 import dspark_jax
+from dspark_jax.decode_state import DecodeConfig, Verifier
 from dspark_jax.drafters import dspark
 from dspark_jax.drafting.chain import propose_chain
 from dspark_jax.layers.kv_cache import init_cache
-from dspark_jax.rounds import DecodeConfig, Verifier
 from dspark_jax.sampling import choose, filter_logits, log_law, position_noise, request_keys, sampling_params
 from dspark_jax.targets.decoder import forward_cached, forward_documents, target_logits
 from dspark_jax.verification.rejection import acceptance_log_probability, reject, residual_log_law
@@ -58,12 +58,12 @@ def one_round(target, drafter, config, draft_config, rows, sampling, threshold):
     state = dspark.init_state(draft_config, count, 16, jnp.float64)
     state = dspark.extend(drafter, draft_config, state, read.features, start)
     positions = jnp.full(count, context, jnp.int32)
+    anchors = jnp.full(count, PROMPT[-1], jnp.int32)
     proposal = propose_chain(
         drafter,
         draft_config,
-        state,
-        jnp.full(count, PROMPT[-1], jnp.int32),
-        positions,
+        dspark.block_hidden(drafter, draft_config, state, anchors, positions),
+        anchors,
         rows,
         lambda logits, forced: forced,
         jnp.broadcast_to(threshold, (count,)),
@@ -243,4 +243,4 @@ def test_generated_tokens_follow_the_targets_law(verifier, head):
     likely = expected > 5
     statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
     assert stats.chi2.sf(statistic, likely.sum() - 1) > 1e-4
-    assert int(out.accepted.sum()) > 0.1 * requests
+    assert int(out.counts.accepted.sum()) > 0.1 * requests
