@@ -46,7 +46,7 @@ class DecodeConfig:
     """Everything static about decoding; one compiled program for each value.
 
     `drafter` None is plain autoregressive decoding. `plain_width`: tokens in each of its passes, of which only the
-    first counts; block_size + 1 makes it bit-comparable with a speculative run (a matrix product's rows differ in
+    first counts; num_drafts + 1 makes it bit-comparable with a speculative run (a matrix product's rows differ in
     the last bit between widths). `log_probabilities`: also return the target's log-probability of each token.
     """
 
@@ -79,7 +79,7 @@ class DecodeConfig:
     @property
     def width(self) -> int:
         """Nodes of one verification pass, the anchor included."""
-        return self.plain_width if self.drafter is None else self.drafter.block_size + 1
+        return self.plain_width if self.drafter is None else self.drafter.num_drafts + 1
 
     @property
     def taps(self) -> tuple[int, ...]:
