@@ -85,9 +85,11 @@ class MarkovHeadType(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig(DecoderConfig):
-    """A DSpark drafter; DFlash is one with `markov_rank` 0 and no confidence head.
+    """A DSpark drafter; DFlash is one with `markov_rank` 0 and no confidence head, JetSpec a causal in-place DFlash.
 
-    `block_size` is γ: tokens in and predictions out of one backbone pass, anchor-first layout.
+    `block_size`: slots [anchor, MASK, …] of one backbone pass. `sample_from_anchor`: slot k predicts the token at
+    position anchor+k+1 (anchor-first); if false, that at anchor+k (in place), and slot 0 predicts nothing.
+    `causal_block`: a slot sees only its own and earlier slots of its block.
     `target_layer_ids`: tapped target layers, ascending; i is the output of decoder layer i, -1 the embedding.
     `draft_vocab_size`: rows of the drafter's head; smaller than `vocab_size` for a reduced draft vocabulary.
     """
@@ -103,6 +105,8 @@ class DrafterConfig(DecoderConfig):
     confidence_head_with_markov: bool = True
     num_anchors: int = 512
     draft_vocab_size: int = 0
+    sample_from_anchor: bool = True
+    causal_block: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,6 +114,8 @@ class DrafterConfig(DecoderConfig):
             object.__setattr__(self, "draft_vocab_size", self.vocab_size)
         if self.block_size < 1:
             raise ValueError(f"block_size {self.block_size} must be at least 1")
+        if self.num_drafts < 1:
+            raise ValueError(f"block_size {self.block_size} must be at least 2 when sample_from_anchor is false")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
@@ -117,6 +123,11 @@ class DrafterConfig(DecoderConfig):
         check_taps(self.target_layer_ids, self.num_target_layers)
         if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
             raise ValueError("confidence_head_with_markov needs a Markov head: markov_rank is 0")
+
+    @property
+    def num_drafts(self) -> int:
+        """γ: tokens that a block drafts. Draft k predicts position anchor+k+1 in either layout."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
     def reduced_vocabulary(self) -> bool:

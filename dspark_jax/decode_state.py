@@ -85,7 +85,7 @@ class DecodeConfig:
     @property
     def depth(self) -> int:
         """Drafts on the longest path of a round."""
-        return self.plain_width - 1 if self.drafter is None else self.drafter.block_size
+        return self.plain_width - 1 if self.drafter is None else self.drafter.num_drafts
 
     @property
     def width(self) -> int:

@@ -59,9 +59,8 @@ def _heights(parents: np.ndarray, valid: np.ndarray) -> np.ndarray:
 
 
 def _figure(proposal: Proposal, verdict: Verdict, tokenizer: Tokenizer | None, index: int) -> Figure:
-    tokens, parents, depths, valid, scores = (
-        np.asarray(x[0]) for x in (proposal.tokens, proposal.parents, proposal.depths, proposal.valid, proposal.scores)
-    )
+    parents, depths, valid = (np.asarray(x[0]) for x in (proposal.parents, proposal.depths, proposal.valid))
+    tokens, scores = np.asarray(proposal.tokens)[0], np.asarray(proposal.scores)[0]
     heights = _heights(parents, valid)
     accepted = int(verdict.accepted[0])
     on_path = set(np.asarray(verdict.nodes[0, : accepted + 1]).tolist())

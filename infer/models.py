@@ -23,7 +23,7 @@ class Description:
     @property
     def width(self) -> int:
         """Tokens of one verification pass."""
-        return 1 if self.drafter_config is None else self.drafter_config.block_size + 1
+        return 1 if self.drafter_config is None else self.drafter_config.num_drafts + 1
 
 
 def describe(options: ModelOptions, drafter: str | None) -> Description:

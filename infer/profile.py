@@ -164,7 +164,7 @@ def _backbone_loop(params: DrafterParams, state, config: DrafterConfig, context:
         anchor = jnp.full((1,), step % config.vocab_size, jnp.int32)
         return dspark.block_hidden(params, config, state, anchor, jnp.full((1,), context + step, jnp.int32))
 
-    hidden = jnp.zeros((1, config.block_size, config.hidden_size), params.fc.weight.dtype)
+    hidden = jnp.zeros((1, config.num_drafts, config.hidden_size), params.fc.weight.dtype)
     return jax.lax.fori_loop(0, steps, body, hidden)
 
 
@@ -172,7 +172,7 @@ def _backbone_loop(params: DrafterParams, state, config: DrafterConfig, context:
 def _sequential_loop(params: DrafterParams, state, config: DrafterConfig, context: int, steps: int):
     """The draft head and the sequential stage, `steps` times, each from the last token of the one before."""
     del state, context
-    noise = jnp.zeros((1, config.block_size), jnp.int32)
+    noise = jnp.zeros((1, config.num_drafts), jnp.int32)
 
     def body(_, carry):
         hidden, anchor = carry
@@ -182,7 +182,7 @@ def _sequential_loop(params: DrafterParams, state, config: DrafterConfig, contex
         # Other hidden states each time, so that the head's product cannot leave the loop.
         return hidden.at[:, :, 0].set(rows.astype(hidden.dtype)), dspark.target_token_ids(params, rows[:, -1])
 
-    hidden = jnp.ones((1, config.block_size, config.hidden_size), params.fc.weight.dtype)
+    hidden = jnp.ones((1, config.num_drafts, config.hidden_size), params.fc.weight.dtype)
     return jax.lax.fori_loop(0, steps, body, (hidden, jnp.zeros(1, jnp.int32)))
 
 

@@ -46,7 +46,7 @@ class Small:
         return DecodeConfig(**(settings | changes))
 
     def plain(self, **changes) -> DecodeConfig:
-        return self.config(drafter=None, plain_width=self.drafter_config.block_size + 1, **changes)
+        return self.config(drafter=None, plain_width=self.drafter_config.num_drafts + 1, **changes)
 
     def run(self, config: DecodeConfig, **arguments):
         drafter = self.drafter if config.drafter else None

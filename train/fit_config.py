@@ -40,9 +40,13 @@ class FitConfig:
     """Files to choose the best checkpoint on; by default 2% of the data, held out of training."""
 
     num_layers: int | None = None
-    """Layers of a fresh drafter, 5 by default. This and the next seven options are fixed by --init."""
+    """Layers of a fresh drafter, 5 by default. This and the next ten options are fixed by --init."""
     block_size: int | None = None
-    """Tokens that a block drafts, 7 by default."""
+    """Slots of a block, 7 by default: each drafts a token, but the first if --no-sample-from-anchor."""
+    sample_from_anchor: bool | None = None
+    """Whether slot k predicts the token at anchor+k+1 (yes by default), not at anchor+k as in the first DFlash."""
+    causal_block: bool | None = None
+    """Whether a slot sees only its own and earlier slots of its block (JetSpec); no by default."""
     markov_rank: int | None = None
     """Rank of the sequential head, 256 by default; 0 for none."""
     markov_head_type: MarkovHeadType | None = None
@@ -109,7 +113,8 @@ class FitConfig:
             )
         for group in ("loss", "optimizer"):
             for name, value in dataclasses.asdict(getattr(self, group)).items():
-                if not math.isfinite(value) or value < 0:
+                uniform = (group, name) == ("loss", "decay") and value == math.inf
+                if value < 0 or not (math.isfinite(value) or uniform):
                     raise InputError(f"{_option(f'{group}.{name}')} {value}: must be finite and at least 0")
         for name in ("loss.decay", "loss.chunk", "optimizer.clip_norm"):
             group, field = name.split(".")

@@ -15,8 +15,8 @@ from dspark_jax.training.step import init_params, trainable
 from train.data import Documents
 from train.fit_config import FitConfig
 
-_SHAPE = ("num_layers", "block_size", "markov_rank", "markov_head_type", "confidence_head", "target_layer_ids",
-          "mask_token_id", "draft_vocab_size", "sliding_window")  # fmt: skip
+_SHAPE = ("num_layers", "block_size", "sample_from_anchor", "causal_block", "markov_rank", "markov_head_type",
+          "confidence_head", "target_layer_ids", "mask_token_id", "draft_vocab_size", "sliding_window")  # fmt: skip
 
 
 def initial_drafter(
@@ -62,6 +62,8 @@ def fresh_config(config: FitConfig, target: Target, mask_token_id: int) -> Draft
         **like_target,
         model_type=target.config.model_type,
         block_size=choice(config.block_size, 7),
+        sample_from_anchor=choice(config.sample_from_anchor, True),
+        causal_block=choice(config.causal_block, False),
         mask_token_id=mask_token_id,
         target_layer_ids=choice(config.target_layer_ids, default_taps(target.config.num_hidden_layers)),
         num_target_layers=target.config.num_hidden_layers,

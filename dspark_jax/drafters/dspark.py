@@ -1,4 +1,4 @@
-"""The DSpark drafter: parallel backbone, Markov head and confidence head. DFlash is the backbone alone."""
+"""The DSpark drafter: parallel backbone, Markov head and confidence head. DFlash and JetSpec are the backbone alone."""
 
 from typing import Any
 
@@ -85,8 +85,8 @@ def extend(
 
 def block_embeddings(
     params: DrafterParams, config: DrafterConfig, anchor_tokens: Int[Array, "B A"], dtype
-) -> Float[Array, "B A gamma d"]:
-    """Embeddings of [anchor, MASK × (γ-1)]."""
+) -> Float[Array, "B A block d"]:
+    """Embeddings of [anchor, MASK × (block_size-1)]."""
     masks = jnp.full((*anchor_tokens.shape, config.block_size - 1), config.mask_token_id, anchor_tokens.dtype)
     return embed(params.embed_tokens, jnp.concatenate([anchor_tokens[..., None], masks], axis=-1), dtype)
 
@@ -98,7 +98,7 @@ def block_hidden(
     anchor_tokens: Int[Array, "R"],
     anchor_positions: Int[Array, "R"],
 ) -> Float[Array, "R gamma d"]:
-    """h of every slot of one block a request: the parallel stage of a decoding round."""
+    """h of every draft of one block a request: the parallel stage of a decoding round."""
     requests, capacity = state[0].keys.shape[:2]
     block = block_embeddings(params, config, anchor_tokens[:, None], params.fc.weight.dtype)
     key_positions = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32)[None], (requests, capacity))

@@ -93,5 +93,5 @@ def propose_chain(
             log_q = whole.at[..., params.draft_token_ids].set(log_q)
     drafts = dspark.target_token_ids(params, rows)
     tokens = jnp.concatenate([anchor_tokens[:, None], drafts], axis=1)
-    lengths = confident_length(confidence, confidence_threshold, config.block_size)
+    lengths = confident_length(confidence, confidence_threshold, config.num_drafts)
     return chain(tokens, lengths, log_q, confidence)

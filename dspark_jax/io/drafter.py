@@ -1,4 +1,4 @@
-"""Drafters: DeepSpec folders, read and written exactly."""
+"""Drafters: DeepSpec, DFlash and JetSpec folders, read and written exactly."""
 
 import dataclasses
 import os
@@ -47,13 +47,13 @@ def load_drafter(
     mesh: Mesh | None = None,
     allow_config_keys: Sequence[str] = (),
 ) -> Drafter:
-    """Loads a drafter from a DeepSpec folder or hub id.
+    """Loads a drafter from a folder or hub id of DeepSpec, the original DFlash or JetSpec.
 
     With a `target` it is checked against it, and the embedding and head that the file may lack are the target's.
     Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`.
 
     Raises:
-      InputError: an unknown or unsupported layout, a drafter of another target, a missing, extra or misshapen
+      InputError: an unknown layout, a drafter of another target, a missing, extra or misshapen
         tensor, an unknown config key; in one line that names it.
     """
     folder = resolve_folder(source)
@@ -134,7 +134,8 @@ def save_drafter(
     eos_token_ids: Iterable[int] = (),
     deepspec: bool = False,
 ) -> None:
-    """Writes a drafter as a DeepSpec folder, which appears whole or not at all.
+    """Writes a drafter as a folder, which appears whole or not at all: DeepSpec's layout if it is anchor-first, else
+    that of the original DFlash, with the embedding and the head.
 
     A reduced draft vocabulary is written with a tensor `d2t`, which DeepSpec does not know: `deepspec` refuses it.
     `params` hold the embedding and the head.

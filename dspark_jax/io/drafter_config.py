@@ -1,4 +1,4 @@
-"""The `config.json` of a DeepSpec drafter, both ways. Errors are ValueErrors that name the key."""
+"""The `config.json` of a DeepSpec, DFlash or JetSpec drafter, both ways. Errors are ValueErrors that name the key."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -9,11 +9,19 @@ from dspark_jax.config import DecoderConfig, DrafterConfig, MarkovHeadType, Targ
 from dspark_jax.targets import hf_fields
 
 _ARCHITECTURES = {"llama": "LlamaDSparkModel", "qwen3": "Qwen3DSparkModel"}
+# The original DFlash and JetSpec: in place and without heads, where sample_from_anchor does not say otherwise.
+_IN_PLACE = "DFlashDraftModel"
+# A causal block, as vLLM, JetSpec and z-lab's own code name it; the last of them at the top level.
+_CAUSAL = ("causal", "causal_head", "is_causal")
 
 _MIRRORED = ("num_target_layers", "block_size", "mask_token_id", "target_layer_ids", "num_anchors",
              "enable_confidence_head", "confidence_head_with_markov", "markov_rank", "markov_head_type",
              "sample_from_anchor")  # fmt: skip
-_DRAFTER_KEYS = (*_MIRRORED, "dflash_config", "draft_vocab_size")
+_DRAFTER_KEYS = (*_MIRRORED, *_CAUSAL, "dflash_config", "draft_vocab_size", "auto_map")
+# Keys of `dflash_config` that have one supported value.
+_ONLY = {"input_embedding_scale": 1, "projector_type": "dflash", "shift_label": False, "use_swa": False}
+# And those that say how the drafter was trained.
+_TRAINING = ("loss_decay_gamma",)
 
 
 def to_engine_layer_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
@@ -30,16 +38,16 @@ def from_engine_layer_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def drafter_config_from_fields(fields: Mapping[str, Any], allow_keys: Collection[str] = ()) -> DrafterConfig:
-    """The drafter that a DeepSpec `config.json` describes.
+    """The drafter that a `config.json` of DeepSpec, DFlash or JetSpec describes.
 
     Raises:
-      ValueError: a layout that is unknown or in-place, or a missing, unknown or unsupported key or value.
+      ValueError: a layout that is unknown, or a missing, unknown or unsupported key or value.
     """
     drafter = _drafter_fields(fields)
     architectures = fields.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"architectures must be a list of names, not {architectures!r}")
-    _check_layout(architectures, drafter)
+    sample_from_anchor = _anchor_first(architectures, drafter)
     decoder = {k: v for k, v in fields.items() if k not in _DRAFTER_KEYS and k not in hf_fields.WINDOW}
     base = targets.config_from_hf(decoder, allow_keys)
     shared = {field.name: getattr(base, field.name) for field in dataclasses.fields(DecoderConfig)}
@@ -65,6 +73,8 @@ def drafter_config_from_fields(fields: Mapping[str, Any], allow_keys: Collection
         confidence_head_with_markov=hf_fields.boolean(drafter, "confidence_head_with_markov", True),
         num_anchors=hf_fields.integer(drafter, "num_anchors", 512),
         draft_vocab_size=hf_fields.integer(drafter, "draft_vocab_size", base.vocab_size),
+        sample_from_anchor=sample_from_anchor,
+        causal_block=_causal_block(drafter, sample_from_anchor, shared["sliding_windows"]),
     )
 
 
@@ -73,9 +83,12 @@ def _drafter_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     mirror = fields.get("dflash_config") or {}
     if not isinstance(mirror, Mapping):
         raise ValueError(f"dflash_config must be an object, not {mirror!r}")
-    unknown = sorted(set(mirror) - set(_MIRRORED))
+    unknown = sorted(set(mirror) - {*_MIRRORED, *_CAUSAL, *_ONLY, *_TRAINING})
     if unknown:
         raise ValueError(f"dflash_config has the unknown key {unknown[0]}")
+    for key in sorted(_ONLY.keys() & mirror.keys()):
+        if mirror[key] is not None and mirror[key] != _ONLY[key]:
+            raise ValueError(f"dflash_config has {key} {mirror[key]!r}, which is not supported; only {_ONLY[key]!r} is")
     own = {key: fields[key] for key in _DRAFTER_KEYS if key in fields and key != "dflash_config"}
     for key in sorted(own.keys() & mirror.keys()):
         if own[key] != mirror[key]:
@@ -83,18 +96,38 @@ def _drafter_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**mirror, **own}
 
 
-def _check_layout(architectures: Sequence[str], drafter: Mapping[str, Any]) -> None:
-    anchor_first = drafter.get("sample_from_anchor")
-    if anchor_first is None and not any(str(name).endswith("DSparkModel") for name in architectures):
+def _anchor_first(architectures: Sequence[str], drafter: Mapping[str, Any]) -> bool:
+    """Whether slot k predicts the token at position anchor+k+1, and not that at anchor+k."""
+    if drafter.get("sample_from_anchor") is not None:
+        return hf_fields.boolean(drafter, "sample_from_anchor", True)
+    if any(str(name).endswith("DSparkModel") for name in architectures):
+        return True
+    heads = drafter.get("markov_rank") or drafter.get("enable_confidence_head")
+    if not heads and (_IN_PLACE in architectures or any(drafter.get(key) for key in _CAUSAL)):
+        return False
+    raise ValueError(
+        f"block layout unknown: architectures {list(architectures)} is no DSpark model or headless {_IN_PLACE}, and "
+        "sample_from_anchor is missing; set it to true if slot k predicts the token at position anchor+k+1, to "
+        "false if that at anchor+k"
+    )
+
+
+def _causal_block(drafter: Mapping[str, Any], anchor_first: bool, windows: Sequence[int | None]) -> bool:
+    """What the keys say, which must agree. Without them an in-place drafter's sliding layers are causal."""
+    said = {key: hf_fields.boolean(drafter, key, False) for key in _CAUSAL if drafter.get(key) is not None}
+    if len(set(said.values())) > 1:
+        raise ValueError(", but ".join(f"{key} is {value}" for key, value in said.items()))
+    if said:
+        return next(iter(said.values()))
+    sliding = [window is not None for window in windows]
+    if anchor_first or not any(sliding):
+        return False
+    if not all(sliding):
         raise ValueError(
-            f"block layout unknown: architectures {list(architectures)} is no DSpark model and sample_from_anchor is "
-            "missing; set it to true if slot k predicts the token at position anchor+k+1"
+            "layer_types mixes sliding and full attention: the sliding layers alone would be causal in the block, "
+            "which is not supported; set dflash_config.causal if all layers are alike"
         )
-    if anchor_first is not None and anchor_first is not True:
-        raise ValueError(
-            f"sample_from_anchor is {anchor_first!r}: in-place checkpoints, where slot k predicts the token at "
-            "position anchor+k, are not supported"
-        )
+    return True
 
 
 def fields_from_drafter_config(config: DrafterConfig) -> dict[str, Any]:
@@ -113,15 +146,21 @@ def fields_from_drafter_config(config: DrafterConfig) -> dict[str, Any]:
         "confidence_head_with_markov": config.confidence_head_with_markov,
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head_type.value,
-        "sample_from_anchor": True,
+        "sample_from_anchor": config.sample_from_anchor,
     }
+    causal = {}
+    if config.causal_block or not config.sample_from_anchor:
+        causal = dict.fromkeys(_CAUSAL, config.causal_block)
+    heads = config.markov_rank or config.enable_confidence_head
+    in_place = not config.sample_from_anchor and not heads
     fields: dict[str, Any] = {
         **hf_fields.fields_from_config(config),
         **own,
-        "architectures": [_ARCHITECTURES[config.model_type]],
+        **causal,
+        "architectures": [_IN_PLACE if in_place else _ARCHITECTURES[config.model_type]],
         "model_type": config.model_type,
         "tie_word_embeddings": False,
-        "dflash_config": own,
+        "dflash_config": own | causal,
     }
     if config.model_type == "llama":
         fields["mlp_bias"] = config.mlp_bias

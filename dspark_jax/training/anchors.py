@@ -20,9 +20,9 @@ class Batch:
 
 @struct.dataclass
 class Blocks:
-    """A blocks in each of B rows. `anchors`: index of each anchor in its row. `slots`: whether slot k is trained.
+    """A blocks in each of B rows. `anchors`: index of each anchor in its row. `slots`: whether draft k is trained.
 
-    `previous`, `targets`: the true token before and at each slot. Slot k predicts index anchor + k + 1.
+    `previous`, `targets`: the true token before and at each draft. Draft k predicts index anchor + k + 1.
     """
 
     anchors: Int[Array, "B A"]
@@ -51,15 +51,15 @@ def sample_anchors(key: Key[Array, ""], batch: Batch, count: int) -> tuple[Int[A
     return jnp.where(kept, anchors, 0).astype(jnp.int32), kept
 
 
-def make_blocks(batch: Batch, anchors: Int[Array, "B A"], kept: Bool[Array, "B A"], block_size: int) -> Blocks:
-    """Blocks at given anchors; an index beyond the row is clamped to its last token, and its slot is not trained."""
+def make_blocks(batch: Batch, anchors: Int[Array, "B A"], kept: Bool[Array, "B A"], num_drafts: int) -> Blocks:
+    """Blocks at given anchors; an index beyond the row is clamped to its last token, and its draft is not trained."""
     rows, length = batch.tokens.shape
     count = anchors.shape[1]
-    index = anchors[:, :, None] + jnp.arange(block_size + 1, dtype=anchors.dtype)[None, None]
+    index = anchors[:, :, None] + jnp.arange(num_drafts + 1, dtype=anchors.dtype)[None, None]
     clamped = jnp.minimum(index, length - 1).reshape(rows, -1)
 
     def at(x: Array) -> Array:
-        return jnp.take_along_axis(x, clamped, axis=1).reshape(rows, count, block_size + 1)
+        return jnp.take_along_axis(x, clamped, axis=1).reshape(rows, count, num_drafts + 1)
 
     tokens, documents = at(batch.tokens), at(batch.document_ids)
     trained = at(batch.loss_mask) & (index < length) & (documents == documents[:, :, :1]) & kept[:, :, None]
@@ -67,10 +67,10 @@ def make_blocks(batch: Batch, anchors: Int[Array, "B A"], kept: Bool[Array, "B A
     return Blocks(anchors, kept, slots, tokens[:, :, :-1], tokens[:, :, 1:])
 
 
-def gather_teacher(hidden: Float[Array, "B T d"], anchors: Int[Array, "B A"], block_size: int) -> Array:
-    """The target's post-norm hidden states [B, A, γ, d] that predict the slots' tokens: slot k's is at anchor + k."""
+def gather_teacher(hidden: Float[Array, "B T d"], anchors: Int[Array, "B A"], num_drafts: int) -> Array:
+    """The target's post-norm hidden states [B, A, γ, d] that predict the drafts' tokens: draft k's is at anchor + k."""
     rows, length, width = hidden.shape
-    index = anchors[:, :, None] + jnp.arange(block_size, dtype=anchors.dtype)[None, None]
+    index = anchors[:, :, None] + jnp.arange(num_drafts, dtype=anchors.dtype)[None, None]
     clamped = jnp.minimum(index, length - 1).reshape(rows, -1)
     taken = jnp.take_along_axis(hidden, clamped[..., None], axis=1)
-    return taken.reshape(rows, anchors.shape[1], block_size, width)
+    return taken.reshape(rows, anchors.shape[1], num_drafts, width)

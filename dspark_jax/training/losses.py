@@ -1,4 +1,4 @@
-"""DSpark's objective: cross-entropy, total variation and confidence, in chunks of positions.
+"""The drafters' objective: cross-entropy, total variation, forward KL and confidence, in chunks of positions.
 
 Two distributions over the whole vocabulary are compared at every slot, so logits are recomputed chunk by chunk,
 forward and backward, and never kept: 512 anchors of 7 slots over 151,936 tokens would be 2.2 GB for each of them.
@@ -23,14 +23,16 @@ from dspark_jax.training.anchors import Batch, Blocks, gather_teacher
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Weights of the terms; the defaults are the paper's.
+    """Weights of the terms; the defaults are DSpark's.
 
-    `decay`: slot k weighs exp(-k / decay) in every term. `detach_confidence_features`: the confidence loss does not
-    train the backbone. `chunk`: positions whose vocabulary-sized rows exist at one time.
+    `forward_kl`: KL(p_target ‖ q_draft) at temperature 1 (JetSpec). `decay`: draft k weighs exp(-k / decay) in every
+    term; infinite for uniform weights. `detach_confidence_features`: the confidence loss does not train the backbone.
+    `chunk`: positions whose vocabulary-sized rows exist at one time.
     """
 
     cross_entropy: float = 0.1
     total_variation: float = 0.9
+    forward_kl: float = 0.0
     confidence: float = 1.0
     decay: float = 4.0
     detach_confidence_features: bool = False
@@ -48,6 +50,7 @@ class LossSums:
     cross_entropy: Float[Array, ""]
     cross_entropy_weight: Float[Array, ""]
     total_variation: Float[Array, ""]
+    forward_kl: Float[Array, ""]
     confidence: Float[Array, ""]
     weight: Float[Array, ""]
     acceptance: Float[Array, "gamma"]
@@ -60,7 +63,7 @@ class LossSums:
 def zero_sums(gamma: int) -> LossSums:
     """What sums are added to."""
     scalar, slots = jnp.zeros((), jnp.float32), jnp.zeros((gamma,), jnp.float32)
-    return LossSums(scalar, scalar, scalar, scalar, scalar, slots, slots, slots, scalar, scalar)
+    return LossSums(scalar, scalar, scalar, scalar, scalar, scalar, slots, slots, slots, scalar, scalar)
 
 
 def slot_weights(blocks: Blocks, decay: float) -> Float[Array, "B A gamma"]:
@@ -88,11 +91,13 @@ def vocabulary_terms(
     rows: Int[Array, "n"],
     num_valid_tokens: int,
     chunk: int,
-) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
-    """Cross-entropy against the draft row, ‖p_d - p_t‖₁ (0 to 2), and whether the best draft row is the true one.
+) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
+    """Cross-entropy against the draft row, ‖p_d - p_t‖₁ (0 to 2), KL(p_t ‖ p_d), whether the best row is the true one.
 
     Temperature 1, float32. A row of -1 (true token outside the draft vocabulary) gives cross-entropy 0. Mass of the
-    target outside the draft vocabulary counts fully in the L1 distance. Gradients flow to `hidden`, `latents` and W2.
+    target outside the draft vocabulary counts fully in the L1 distance. There the KL, which would be infinite, is the
+    sum of p_t·log(p_t / p_d) over the tokens that are present, p_t not renormalised, and may be under 0. Gradients
+    flow to `hidden`, `latents` and W2.
     """
     count = hidden.shape[0]
     chunk = min(chunk, count)
@@ -117,10 +122,11 @@ def vocabulary_terms(
             absent = jnp.maximum(1.0 - jnp.sum(p_target, axis=-1), 0.0)
         log_draft = jax.nn.log_softmax(logits, axis=-1)
         distance = jnp.sum(jnp.abs(jnp.exp(log_draft) - p_target), axis=-1) + absent
+        forward_kl = jnp.sum(jax.scipy.special.xlogy(p_target, p_target) - p_target * log_draft, axis=-1)
         present = rows >= 0
         truth = jnp.take_along_axis(log_draft, jnp.maximum(rows, 0)[:, None], axis=-1)[:, 0]
         best = jnp.argmax(logits, axis=-1).astype(rows.dtype)
-        return jnp.where(present, -truth, 0.0), distance, (best == rows).astype(jnp.float32)
+        return jnp.where(present, -truth, 0.0), distance, forward_kl, (best == rows).astype(jnp.float32)
 
     def split(x):
         x = jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)))
@@ -138,7 +144,7 @@ def draft_blocks(
     batch: Batch,
     blocks: Blocks,
 ) -> Float[Array, "B A gamma d"]:
-    """h of every slot of every block: the parallel stage, trained."""
+    """h of every draft of every block: the parallel stage, trained."""
     context = context_features(params.fc, params.hidden_norm, config, features)
     layers = context_keys_values(params.layers, config, context, batch.positions)
     anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
@@ -165,7 +171,7 @@ def block_losses(
     if params.markov_head is not None:
         previous = embed(params.markov_head.markov_w1, blocks.previous, hidden.dtype)
         latents = markov.latents(params.markov_head, config, previous, hidden)
-    teacher = gather_teacher(last_hidden, blocks.anchors, config.block_size)
+    teacher = gather_teacher(last_hidden, blocks.anchors, config.num_drafts)
     rows = draft_rows(params, config, blocks.targets)
 
     def flat(x):
@@ -181,7 +187,7 @@ def block_losses(
         num_valid_tokens,
         loss.chunk,
     )
-    cross_entropy, distance, agreement = (x.reshape(blocks.slots.shape) for x in terms)
+    cross_entropy, distance, forward_kl, agreement = (x.reshape(blocks.slots.shape) for x in terms)
     weights = slot_weights(blocks, loss.decay)
     confidence = jnp.zeros((), jnp.float32)
     accept = 1.0 - 0.5 * distance
@@ -198,6 +204,7 @@ def block_losses(
         cross_entropy=jnp.sum(weights * cross_entropy),
         cross_entropy_weight=jnp.sum(jnp.where(rows >= 0, weights, 0.0)),
         total_variation=jnp.sum(weights * distance),
+        forward_kl=jnp.sum(weights * forward_kl),
         confidence=confidence,
         weight=jnp.sum(weights),
         acceptance=jnp.sum(accept * slots, axis=(0, 1)),
@@ -215,5 +222,6 @@ def total_loss(sums: LossSums, loss: LossConfig, weight, cross_entropy_weight) -
     return (
         loss.cross_entropy * sums.cross_entropy / cross_entropy_weight
         + loss.total_variation * sums.total_variation / weight
+        + loss.forward_kl * sums.forward_kl / weight
         + loss.confidence * sums.confidence / weight
     )

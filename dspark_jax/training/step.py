@@ -88,7 +88,7 @@ def init_train_state(config: TrainConfig, key: Key[Array, ""], params: DrafterPa
 
 def _blocks(config: TrainConfig, key, batch: Batch):
     anchors, kept = sample_anchors(key, batch, config.drafter.num_anchors)
-    return make_blocks(batch, anchors, kept, config.drafter.block_size)
+    return make_blocks(batch, anchors, kept, config.drafter.num_drafts)
 
 
 def batch_losses(
@@ -128,6 +128,7 @@ def train_step_metrics(sums: LossSums, config: TrainConfig) -> dict[str, Array]:
         "loss": total_loss(sums, config.loss, sums.weight, sums.cross_entropy_weight),
         "cross_entropy": sums.cross_entropy / jnp.maximum(sums.cross_entropy_weight, 1e-6),
         "total_variation": 0.5 * sums.total_variation / weight,
+        "forward_kl": sums.forward_kl / weight,
         "confidence_loss": sums.confidence / weight,
         "acceptance": sums.acceptance / slots,
         "agreement": sums.agreement / slots,
@@ -160,7 +161,7 @@ def train_step(
         (_, sums), gradient = jax.value_and_grad(objective, has_aux=True)(weights, *item)
         return jax.tree.map(jnp.add, carry, (gradient, sums)), None
 
-    zeros = (jax.tree.map(jnp.zeros_like, weights), zero_sums(config.drafter.block_size))
+    zeros = (jax.tree.map(jnp.zeros_like, weights), zero_sums(config.drafter.num_drafts))
     (gradient, sums), _ = jax.lax.scan(accumulate, zeros, (batch, keys))
     optimizer = _optimizer(config)
     # optax raises a Python float to an integer count, which a caller's strict promotion mode would refuse.

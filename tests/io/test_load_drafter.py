@@ -1,4 +1,4 @@
-"""Drafter folders: the DeepSpec layout both ways, and everything that can be wrong with them."""
+"""Drafter folders: DeepSpec, DFlash and JetSpec both ways, and everything that can be wrong with them."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import dspark_jax
 from dspark_jax import parameters
 from dspark_jax.config import DrafterConfig, MarkovHeadType, RopeScaling, TargetConfig
 from dspark_jax.drafters.dspark import declare_drafter
@@ -22,6 +23,7 @@ from dspark_jax.io import (
     save_drafter,
     to_engine_layer_ids,
 )
+from dspark_jax.io.drafter_config import drafter_config_from_fields, fields_from_drafter_config
 from dspark_jax.parameters import named_leaves
 from dspark_jax.sharding import make_mesh
 
@@ -72,6 +74,7 @@ def test_round_trip_is_bit_equal(tmp_path, target, name):
     new = json.loads((tmp_path / name / "config.json").read_text())
     assert {k: v for k, v in old.items() if k not in OTHER_KEYS}.items() <= new.items()
     assert new["sample_from_anchor"] is True
+    assert not {"causal", "causal_head", "is_causal"} & (new.keys() | new["dflash_config"].keys())
     assert new["rope_theta"] == new["rope_parameters"]["rope_theta"] == 1e6
     assert all(new[key] == value for key, value in new["dflash_config"].items())
     assert "quantization_config" not in new
@@ -185,6 +188,86 @@ def test_layouts(folder, target):
     assert load_drafter(folder, target=target).config.target_layer_ids == (0, 2, 4)
 
 
+# What the original DFlash's config.json holds, and JetSpec's, whose dflash_config has causal_head too.
+DFLASH = {
+    "architectures": ["DFlashDraftModel"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16, "bos_token_id": 256,
+    "dflash_config": {"mask_token_id": 258, "target_layer_ids": [0, 2, 4]}, "dtype": "bfloat16", "eos_token_id": 257,
+    "head_dim": 24, "hidden_act": "silu", "hidden_size": 96, "initializer_range": 0.02, "intermediate_size": 192,
+    "layer_types": ["full_attention"] * 2, "max_position_embeddings": 1024, "max_window_layers": 5,
+    "model_type": "qwen3", "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    "num_target_layers": 6, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": True, "transformers_version": "4.57.3", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 260,
+}  # fmt: skip
+
+
+def _dflash(own=(), **changes):
+    fields = DFLASH | changes
+    return drafter_config_from_fields(fields | {"dflash_config": {**fields["dflash_config"], **dict(own)}})
+
+
+def test_an_original_dflash_folder_decodes(tmp_path, target):
+    """No embedding, no head, and the block in place: 15 drafts from 16 slots, and the target's own output."""
+    folder = Path(shutil.copytree(GOLDENS / "dflash", tmp_path / "drafter"))
+    (folder / "config.json").write_text(json.dumps(DFLASH))
+    edit_tensors(folder, lambda t: (t.pop("embed_tokens.weight"), t.pop("lm_head.weight")))
+    drafter = load_drafter(folder, target=target)
+    assert not drafter.config.sample_from_anchor and not drafter.config.causal_block
+    assert drafter.config.num_drafts == 15 and drafter.config.target_layer_ids == (0, 2, 4)
+
+    prompt = jnp.asarray([list(b"Ann has 3 ducks")], jnp.int32)
+    arguments = (prompt, jnp.asarray([15], jnp.int32), dspark_jax.request_keys(0, 1))
+    config = dspark_jax.DecodeConfig(target=target.config, drafter=drafter.config, max_new_tokens=16)
+    plain = dataclasses.replace(config, drafter=None, plain_width=16)
+    fast = dspark_jax.generate(target.params, drafter.params, *arguments, config)
+    slow = dspark_jax.generate(target.params, None, *arguments, plain)
+    assert fast.tokens.tolist() == slow.tokens.tolist()
+    assert fast.accepted.shape == (1, 15)
+
+    save_drafter(tmp_path / "again", drafter.config, drafter.params, target.config)
+    assert load_drafter(tmp_path / "again").config == drafter.config
+    fields = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert fields["architectures"] == ["DFlashDraftModel"]
+    assert fields["sample_from_anchor"] is fields["dflash_config"]["causal"] is False
+
+
+def test_causal_blocks():
+    """Every name of a causal block, and what sliding layers of an in-place drafter say without one."""
+    assert not _dflash().causal_block
+    for own, changes in (
+        ({"causal": True}, {}),
+        ({"causal_head": True, "projector_type": "dflash", "loss_decay_gamma": 7.0}, {}),
+        ({}, {"causal_head": True, "architectures": []}),
+        ({}, {"is_causal": True}),
+        ({}, {"sample_from_anchor": False, "architectures": ["Qwen3DSparkModel"], "causal": True}),
+    ):
+        config = _dflash(own, **changes)
+        assert config.causal_block and not config.sample_from_anchor
+    assert _dflash({"causal": True}, architectures=["Qwen3DSparkModel"]).sample_from_anchor
+    sliding = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 32, "use_sliding_window": True}
+    assert _dflash(**sliding).causal_block
+    assert not _dflash({"causal": False}, **sliding).causal_block
+    assert not _dflash(**sliding, architectures=["Qwen3DSparkModel"]).causal_block
+    mixed = sliding | {"layer_types": ["sliding_attention", "full_attention"]}
+    assert _dflash({"causal": True}, **mixed).sliding_windows == (32, None)
+
+
+@pytest.mark.parametrize("causal_block", [False, True])
+@pytest.mark.parametrize("sample_from_anchor", [False, True])
+@pytest.mark.parametrize("markov_rank", [0, 4])
+def test_layouts_round_trip(markov_rank, sample_from_anchor, causal_block):
+    """Also sliding layers, whose causality is then said and not left to their default."""
+    config = dataclasses.replace(
+        _dflash(), markov_rank=markov_rank, sample_from_anchor=sample_from_anchor, causal_block=causal_block,
+        sliding_windows=(None, 16),
+    )  # fmt: skip
+    fields = json.loads(json.dumps(fields_from_drafter_config(config)))
+    assert drafter_config_from_fields(fields) == config
+    in_place = markov_rank == 0 and not sample_from_anchor
+    assert fields["architectures"] == ["DFlashDraftModel" if in_place else "Qwen3DSparkModel"]
+
+
 def _config(**changes):
     return lambda folder: edit_json(folder, **changes)
 
@@ -194,11 +277,26 @@ def _tensors(change):
 
 
 BAD = {
-    "unknown layout": (_config(architectures=["DFlashDraftModel"]), "block layout unknown: .* sample_from_anchor"),
+    "DFlash with heads": (_config(architectures=["DFlashDraftModel"]), "block layout unknown: .* sample_from_anchor"),
+    "other architecture": (_config(architectures=["DFlash2DraftModel"]), "block layout unknown: .*DFlash2DraftModel"),
     "architecture type": (_config(architectures=5), "architectures must be a list of names, not 5"),
     "block size": (_config(block_size=1024), "block_size 1024 must be under the target's 1024 positions"),
     "no architecture": (_config(architectures="removed"), "block layout unknown"),
-    "in place": (_config(sample_from_anchor=False), "in-place checkpoints, .* are not supported"),
+    "layout type": (_config(sample_from_anchor=0), "sample_from_anchor must be true or false, not 0"),
+    "no drafts": (_config(sample_from_anchor=False, block_size=1), "block_size 1 must be at least 2"),
+    "causal type": (_config(causal_head="yes"), "causal_head must be true or false, not 'yes'"),
+    "causal or not": (_config(causal_head=True, is_causal=False), "causal_head is True, but is_causal is False"),
+    "other head": (_config(dflash_config={"projector_type": "domino"}), "projector_type 'domino', .* only 'dflash' is"),
+    "shifted": (_config(dflash_config={"shift_label": True}), "shift_label True, .* only False is"),
+    "mixed causality": (
+        _config(
+            sample_from_anchor=False,
+            layer_types=["full_attention", "sliding_attention"],
+            sliding_window=8,
+            use_sliding_window=True,
+        ),
+        "layer_types mixes sliding and full attention: .* set dflash_config.causal",
+    ),
     "unknown key": (_config(mystery=1), "config.json: unknown key mystery"),
     "unknown mirrored key": (_config(dflash_config={"mystery": 1}), "dflash_config has the unknown key mystery"),
     "mirror": (_config(dflash_config={"block_size": 8}), "block_size is 7, but dflash_config says 8"),
@@ -211,7 +309,7 @@ BAD = {
     "mask id": (_config(mask_token_id=260), "mask_token_id 260 is outside the vocabulary of 260"),
     "mask type": (_config(mask_token_id=None), "mask_token_id must be an integer, not None"),
     "head": (_config(markov_head_type="lstm"), "markov_head_type 'lstm' is not supported; known: vanilla, gated, rnn"),
-    "other head": (_config(markov_head_type="gated"), "tensor markov_head.gate_proj.weight .* is missing"),
+    "gated head": (_config(markov_head_type="gated"), "tensor markov_head.gate_proj.weight .* is missing"),
     "no head": (_config(markov_rank=0, confidence_head_with_markov=False), "tensor confidence_head.proj.weight has"),
     "head and confidence": (_config(markov_rank=0), "confidence_head_with_markov needs a Markov head"),
     "rank": (_config(markov_rank=8), "tensor .*markov.* has shape"),

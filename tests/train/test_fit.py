@@ -223,13 +223,20 @@ def test_a_published_drafter_is_fine_tuned(finished, fit_arguments, one_line, tm
     fresh, tuned = metrics(finished)[0]["loss"], metrics(tmp_path / "tuned")[-1]["held_out_loss"]
     assert tuned < fresh - 0.1
     one_line([*base, "--output", tmp_path / "x", "--block-size", 4], "--block-size", "fixed by --init")
+    one_line([*base, "--output", tmp_path / "x", "--no-causal-block"], "--causal-block", "fixed by --init")
     one_line([*base[:-1], ROOT / "tests/goldens/dspark_vanilla", "--output", tmp_path / "x"], "num_target_layers")
 
 
-def test_a_reduced_draft_vocabulary(fit_arguments, one_line, records, tmp_path, chat_target):
+def test_jetspec_with_a_reduced_draft_vocabulary(fit_arguments, one_line, tmp_path, chat_target):
     run = tmp_path / "run"
-    assert main(fit_arguments(run, "--draft-vocab-size", 20, "--steps", 2)) == 0
+    options = ("--config", ROOT / "train/configs/jetspec.yaml", "--markov-rank", 0, "--draft-vocab-size", 20)
+    for _ in range(2):  # The second is a resumption: an infinite decay is the same setting.
+        assert main(fit_arguments(run, *options, "--steps", 2)) == 0
     drafter = load_drafter(run / "drafter", target=load_target(chat_target))
+    assert drafter.config.causal_block and not drafter.config.sample_from_anchor
+    trained = metrics(run)[0]
+    assert trained["loss"] == pytest.approx(trained["forward_kl"], rel=1e-6)
+    assert len(trained["acceptance"]) == drafter.config.num_drafts == 3
     ids = np.asarray(drafter.params.draft_token_ids)
     assert len(ids) == 20 and (np.diff(ids) > 0).all()
     assert {ord(" "), ord("a"), ord("N"), 257} <= set(ids.tolist())
@@ -247,6 +254,9 @@ def test_a_reduced_draft_vocabulary(fit_arguments, one_line, records, tmp_path, 
         (("--accumulation", "3"), ["--batch-size 4", "--accumulation 3"]),
         (("--optimizer.learning-rate", "nan"), ["--optimizer.learning-rate nan"]),
         (("--loss.decay", "0"), ["--loss.decay"]),
+        (("--loss.decay", "nan"), ["--loss.decay nan"]),
+        (("--loss.forward-kl", "inf"), ["--loss.forward-kl inf"]),
+        (("--no-sample-from-anchor", "--block-size", "1"), ["block_size 1 must be at least 2"]),
         (("--seed", str(2**32)), ["--seed 4294967296"]),
         (("--block-size", "100000"), ["block_size 100000"]),
         (("--dtype", "float23"), ["--dtype", "float23"]),

@@ -95,23 +95,28 @@ def test_goldens(name):
     assert norms == pytest.approx(json.loads((GOLDENS / f"{name}_grad_norms.json").read_text()), rel=1e-3)
 
 
-def reference_terms(logits, teacher, rows, ids):
-    """Cross-entropy, L1 distance and agreement from whole logits, in numpy float64."""
+def reference_terms(logits, teacher, rows, ids, num_valid_tokens):
+    """Cross-entropy, L1 distance, forward KL and agreement from whole logits, and ∂KL/∂logits, in numpy float64."""
 
     def softmax(x):
         e = np.exp(x - x.max(-1, keepdims=True))
         return e / e.sum(-1, keepdims=True)
 
-    p, q = softmax(teacher.astype(np.float64)), softmax(logits.astype(np.float64))
+    teacher = np.where(np.arange(teacher.shape[1])[None] < num_valid_tokens, teacher.astype(np.float64), -np.inf)
+    p, q = softmax(teacher), softmax(logits.astype(np.float64))
     whole = np.zeros_like(p)
     whole[:, ids] = q
     distance = np.abs(whole - p).sum(-1)
     truth = np.where(rows >= 0, -np.log(q[np.arange(len(q)), np.maximum(rows, 0)]), 0)
-    return truth, distance, q.argmax(-1) == rows
+    present = p[:, ids]
+    log_ratio = np.log(np.where(present > 0, present, 1)) - np.log(q)
+    forward_kl = np.where(present > 0, present * log_ratio, 0).sum(-1)
+    slope = present.sum(-1, keepdims=True) * q - present
+    return (truth, distance, forward_kl, q.argmax(-1) == rows), slope
 
 
-@pytest.mark.parametrize("draft_vocab_size", [11, 6])
-def test_chunked_terms_equal_whole_ones(draft_vocab_size):
+@pytest.mark.parametrize(("draft_vocab_size", "num_valid_tokens"), [(11, 11), (11, 9), (6, 9)])
+def test_chunked_terms_equal_whole_ones(draft_vocab_size, num_valid_tokens):
     """Any chunk gives the reference's terms and the gradients of the unchunked ones; absent mass counts."""
     rng = np.random.default_rng(0)
     config = drafter_config(target_config(11), draft_vocab_size=draft_vocab_size)
@@ -123,13 +128,14 @@ def test_chunked_terms_equal_whole_ones(draft_vocab_size):
     ids = np.arange(11) if drafter.draft_token_ids is None else np.asarray(drafter.draft_token_ids)
     assert (draft_vocab_size == 11) == bool((rows >= 0).all())
 
-    def run(chunk, w2):
+    def run(chunk, w2, hidden=hidden):
         params = drafter.replace(markov_head=drafter.markov_head.replace(markov_w2=Linear(weight=w2)))
-        return vocabulary_terms(params, head_weight(target), hidden, latents, teacher, rows, 11, chunk)
+        return vocabulary_terms(params, head_weight(target), hidden, latents, teacher, rows, num_valid_tokens, chunk)
 
     w2 = drafter.markov_head.markov_w2.weight
     logits = hidden @ drafter.lm_head.weight.T + latents @ w2.T
-    expected = reference_terms(np.asarray(logits), np.asarray(teacher @ head_weight(target).T), np.asarray(rows), ids)
+    teacher_logits = np.asarray(teacher @ head_weight(target).T)
+    expected, slope = reference_terms(np.asarray(logits), teacher_logits, np.asarray(rows), ids, num_valid_tokens)
     gradients = []
     for chunk in (3, 10, 64):
         for mine, theirs in zip(run(chunk, w2), expected, strict=True):
@@ -137,6 +143,8 @@ def test_chunked_terms_equal_whole_ones(draft_vocab_size):
         gradients.append(jax.grad(lambda w, chunk=chunk: sum(x.sum() for x in run(chunk, w)))(w2))
     np.testing.assert_allclose(gradients[0], gradients[1], atol=1e-5)
     np.testing.assert_allclose(gradients[0], gradients[2], atol=1e-5)
+    distilled = jax.grad(lambda hidden: run(3, w2, hidden)[2].sum())(hidden)
+    np.testing.assert_allclose(distilled, slope @ np.asarray(drafter.lm_head.weight), atol=1e-5)
 
 
 def test_padded_vocabulary_rows_have_no_target_mass():
@@ -166,7 +174,7 @@ def shape_only(vocabulary, width, rank, count, chunk):
             markov_head=MarkovHead(markov_w1=Embedding(weight=w2), markov_w2=Linear(weight=w2)),
         )
         terms = vocabulary_terms(params, head, hidden, latents, teacher, rows, vocabulary, chunk)
-        return terms[0].sum() + terms[1].sum()
+        return terms[0].sum() + terms[1].sum() + terms[2].sum()
 
     def array(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
