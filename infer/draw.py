@@ -21,7 +21,7 @@ _ACCEPTED, _OTHER = "#1a7f37", "#9a9a9a"
 def draw_tree(path: Path, decoder: Decoder, batch: Batch) -> None:
     """Draws the tree of the first request's round that leaves the first choices and still accepts most."""
     best: tuple[tuple[bool, int], int, Proposal, Verdict] | None = None
-    for index, (_, proposal, verdict, _) in zip(range(_ROUNDS), rounds_in_parts(decoder, batch), strict=False):
+    for index, (proposal, verdict, _) in zip(range(_ROUNDS), rounds_in_parts(decoder, batch), strict=False):
         accepted = int(verdict.accepted[0])
         path_nodes = verdict.nodes[0, : accepted + 1]
         worth = (bool((_sibling_ranks(proposal)[path_nodes] > 0).any()), accepted)

@@ -175,24 +175,24 @@ def _identical(result: Result) -> str:
 
 def plot_results(path: Path, results: Sequence[Result], title: str) -> None:
     """Acceptance by position, both kinds, and the speed ratio of each file."""
-    figure = Figure(figsize=(13, 2 + 0.35 * max(len(results), 6)), layout="constrained")
+    figure = Figure(figsize=(13, 4 + 0.12 * len(results)), layout="constrained")
     figure.suptitle(title)
     acceptance, survival, speed = figure.subplots(1, 3)
-    labels = [f"{Path(result.file).stem} ({result.method.label})" for result in results]
-    for result, name in zip(results, labels, strict=True):
+    for row, result in enumerate(results):
         counts = result.counts
         positions = range(len(counts.reached))
-        acceptance.plot(positions, counts.conditional_acceptance, marker="o", label=f"{name}, τ {counts.tau:.2f}")
+        name = f"{Path(result.file).stem} ({result.method.label}), τ {counts.tau:.2f}"
+        (line,) = acceptance.plot(positions, counts.conditional_acceptance, marker="o", label=name)
         survival.plot(positions, counts.prefix_survival, marker="o")
+        speed.bar_label(speed.barh(row, result.speed_ratio, color=line.get_color()), fmt="%.2f", padding=3)
     for axes, name in ((acceptance, "conditional acceptance"), (survival, "prefix survival")):
         axes.set(title=name, xlabel="draft position", ylim=(0, 1))
         axes.grid(alpha=0.3)
-    acceptance.legend(fontsize="small")
-    ratios = [result.speed_ratio for result in results]
-    bars = speed.barh(labels, ratios)
-    speed.bar_label(bars, fmt="%.2f", padding=3)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     speed.axvline(1, color="black", linewidth=1)
-    speed.set(title="speculative tokens/s over plain", xlim=(0, max(*ratios, 1) * 1.2))
+    fastest = max(1, *(result.speed_ratio for result in results))
+    speed.set(title="speculative tokens/s over plain", xlim=(0, fastest * 1.2))
+    speed.set_yticks([])
     speed.invert_yaxis()
     save_figure(path, figure)
 
@@ -222,7 +222,8 @@ def plot_budgets(path: Path, results: Sequence[Result], budgets: Collection[int]
             if line in chains:
                 axes.axhline(value(chains[line]), linestyle="--", color=drawn.get_color(), label=f"{line}: chain")
         axes.set(title=name, xlabel="nodes of the tree, the root included", xscale="log")
-        axes.set_xticks(sorted(budgets), [str(budget) for budget in sorted(budgets)], minor=False)
+        axes.set_xticks(sorted(budgets), [str(budget) for budget in sorted(budgets)])
+        axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize="small")
     save_figure(path, figure)

@@ -38,16 +38,22 @@ def _verify(target: TargetParams, config: DecodeConfig, state: DecodeState, cach
     return verify(target, config, state.replace(cache=cache), proposal, noise)
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames=("state", "verification"))
+@functools.partial(jax.jit, static_argnames="config", donate_argnames=("state", "cache"))
 def _commit(
-    drafter: DrafterParams, config: DecodeConfig, state: DecodeState, proposal: Proposal, verification: Verification
+    drafter: DrafterParams,
+    config: DecodeConfig,
+    state: DecodeState,
+    cache,
+    proposal: Proposal,
+    verification: Verification,
 ) -> DecodeState:
-    return commit(drafter, config, state, proposal, verification)
+    output = verification.output.replace(cache=cache)
+    return commit(drafter, config, state, proposal, verification.replace(output=output))
 
 
-def rounds_in_parts(decoder: Decoder, batch: Batch) -> Iterator[tuple[DecodeState, Proposal, Verdict, list[float]]]:
-    """Decodes a batch round by round. Yields the state before each round, its proposal and verdict, and the seconds
-    of each of `PARTS`, dispatch included; the first round's hold compilation too.
+def rounds_in_parts(decoder: Decoder, batch: Batch) -> Iterator[tuple[Proposal, Verdict, list[float]]]:
+    """Decodes a batch round by round. Yields each round's proposal and verdict, and the seconds of each of `PARTS`,
+    dispatch included; the first round's hold compilation too.
     """
     target, drafter, config = decoder.target.params, decoder.drafter.params, decoder.config
     state = _prefill(target, drafter, config, decoder.requests(batch), batch.tokens, batch.lengths)
@@ -64,9 +70,10 @@ def rounds_in_parts(decoder: Decoder, batch: Batch) -> Iterator[tuple[DecodeStat
         proposal, noise = timed(_tree, drafter, config, state, hidden)
         before, cache = state.replace(cache=None), state.cache
         verification = timed(_verify, target, config, before, cache, proposal, noise)
-        shown = jax.tree.map(np.asarray, (before.replace(drafter=None), proposal, verification.verdict))
-        state = timed(_commit, drafter, config, before, proposal, verification)
-        yield *shown, seconds
+        cache = verification.output.cache
+        verification = verification.replace(output=verification.output.replace(cache=None))
+        state = timed(_commit, drafter, config, before, cache, proposal, verification)
+        yield *jax.tree.map(np.asarray, (proposal, verification.verdict)), seconds
 
 
 def part_milliseconds(decoder: Decoder, batch: Batch, rounds: int) -> dict[str, float]:

@@ -127,7 +127,8 @@ def test_which_slot_drafts_what(sample_from_anchor, causal_block):
     @functools.partial(jax.jit, static_argnums=0)
     def propose(choose, token, position):
         noise = jnp.zeros((1, config.num_drafts), jnp.int32)
-        return propose_chain(drafter, config, state, token, position, noise, choose, jnp.zeros(1, jnp.float32))
+        hidden = dspark.block_hidden(drafter, config, state, token, position)
+        return propose_chain(drafter, config, hidden, token, noise, choose, jnp.zeros(1, jnp.float32))
 
     def best(logits, _):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -175,8 +176,8 @@ def test_in_place_output_is_plain_output(head, temperature):
     speculative = small.run(small.config(), sampling=sampling)
     plain = small.run(small.config(drafter=None, plain_width=4), sampling=sampling)
     np.testing.assert_array_equal(speculative.tokens, plain.tokens)
-    assert speculative.accepted.shape == (4, 3)
-    assert (speculative.accepted.sum(axis=1) > 0).any()
+    assert speculative.counts.accepted.shape == (4, 3)
+    assert (speculative.counts.accepted.sum(axis=1) > 0).any()
 
 
 def test_an_infinite_decay_weighs_every_draft_the_same():

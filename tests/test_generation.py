@@ -25,8 +25,8 @@ from tests.models import (
 PROMPTS = [[1, 4, 0, 2], [3], [2, 2, 5, 6, 1, 0, 3], [0, 1]]
 
 
-def decode(target, drafter, tokens, lengths, config, seed=0, **arguments):
-    keys = request_keys(seed, len(lengths))
+def decode(target, drafter, tokens, lengths, config, keys=None, **arguments):
+    keys = request_keys(0, len(lengths)) if keys is None else keys
     out = dspark_jax.generate(target, drafter, jnp.asarray(tokens), jnp.asarray(lengths), keys, config, **arguments)
     return jax.device_get(out)
 
