@@ -12,7 +12,12 @@ import pytest
 
 from dspark_jax import DecodeConfig, TreeSpec, Verifier, request_keys, sampling_params
 from dspark_jax.decode_state import Requests
+from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters.markov import MarkovHead
+from dspark_jax.drafting.pctree import pctree
 from dspark_jax.layers.kv_cache import init_cache
+from dspark_jax.layers.linear import Embedding, Linear
+from dspark_jax.layers.norm import Norm
 from dspark_jax.proposals import Proposal, ancestors
 from dspark_jax.rounds import begin_round, commit, decode_round, prefill, propose_round, target_noise, verify
 from dspark_jax.targets.decoder import forward_cached, forward_documents, forward_tree, target_logits
@@ -275,6 +280,15 @@ def test_specs_that_cannot_be(fields, message):
         TreeSpec(**fields)
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def proposal_and_logits(target, drafter, config, state):
+    proposal = propose_round(drafter, config, state, target_noise(config, state))
+    seen = ancestors(proposal.parents, config.depth)
+    nodes = (proposal.tokens, proposal.depths, seen)
+    out = forward_tree(target, config.target, *nodes, state.lengths - 1, state.cache)
+    return proposal, target_logits(target, config.target, out.hidden)
+
+
 class Enumerated:
     """A target of four tokens in float64, a drafter's tree after a prompt, and the target's law at every node."""
 
@@ -304,14 +318,8 @@ class Enumerated:
         )
         # The anchor is given, not drawn.
         state = state.replace(tokens=state.tokens.at[0, len(self.PROMPT) - 1].set(self.PROMPT[-1]))
-        noise = target_noise(self.config, state)
-        proposal = propose_round(self.drafter, self.config, state, noise)
-        seen = ancestors(proposal.parents, self.DEPTH)
-        out = forward_tree(
-            self.target, self.config.target, proposal.tokens, proposal.depths, seen, state.lengths - 1, state.cache
-        )
-        logits = np.asarray(target_logits(self.target, self.config.target, out.hidden))[0]
-        return proposal, np.array([reference_law(row, *self.setting) for row in logits])
+        proposal, logits = proposal_and_logits(self.target, self.drafter, self.config, state)
+        return proposal, np.array([reference_law(row, *self.setting) for row in np.asarray(logits)[0]])
 
     def law(self) -> np.ndarray:
         """The target's law of DEPTH + 1 tokens, from every continuation as a plain document."""
@@ -354,32 +362,58 @@ def test_the_target_walk_keeps_the_law(setting):
     np.testing.assert_allclose(law, expected, atol=1e-12)
 
 
-def toy_rounds(keyed_by_position: bool) -> tuple[dict, dict]:
-    """Exact laws of two tokens, plain and speculative, over every draw of a finite noise.
+def shared_noise_laws(keyed_by_position: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Exact laws of two tokens, plain and speculative, over every draw of a finite noise [position 1, position 2].
 
-    The drafter's tree holds the root and one path, and its size looks at the noise of the deeper position, as a
-    global choice of the best nodes does. A round that ends early is followed by one with the same noise for the same
-    position, or with fresh noise.
+    The round's tree is built and walked under the noise of both positions. Where it accepts nothing, the second token
+    comes from a next round, with the same noise for its position or with fresh noise.
     """
-    noises = [np.array([0.0, 0.9]), np.array([0.8, 0.0]), np.array([0.0, 0.0])]
-    p_first, p_second = np.array([0.3, 0.0]), np.array([[0.0, 0.5], [0.4, 0.0]])
-    plain, speculative = {}, {}
-    weight = 1 / len(noises) ** 3
-    for first, second, fresh in itertools.product(noises, repeat=3):
-        y = int(np.argmax(p_first + first))
-        plain_pair = (y, int(np.argmax(p_second[y] + second)))
-        plain[plain_pair] = plain.get(plain_pair, 0) + weight
-        # The draft is the target's own choice at depth 1, kept in the tree only if it looks good at depth 2.
-        kept = second[1] > 0.5
-        noise = second if kept or keyed_by_position else fresh
-        pair = (y, int(np.argmax(p_second[y] + noise)))
-        speculative[pair] = speculative.get(pair, 0) + weight
+    vocabulary, rng = 3, np.random.default_rng(3)
+    noises = rng.gumbel(size=(12, vocabulary))
+    first, second = rng.normal(size=vocabulary), rng.normal(size=(vocabulary, vocabulary))
+    base, bias = rng.normal(size=(2, vocabulary)), rng.normal(size=(vocabulary, vocabulary))
+    draws = np.array(list(itertools.product(range(len(noises)), repeat=2)))
+    noise = noises[draws]
+    target = target_config(vocabulary)
+    config = drafter_config(
+        target, hidden_size=vocabulary, block_size=2, markov_rank=vocabulary, enable_confidence_head=False
+    )
+    # With identities for the head and W1 the hidden states are the base logits, and W2's columns the biases.
+    identity = Linear(weight=jnp.eye(vocabulary))
+    head = MarkovHead(Embedding(weight=jnp.eye(vocabulary)), Linear(weight=jnp.asarray(bias)))
+    params = DrafterParams(None, identity, Norm(jnp.ones(vocabulary)), (), Norm(jnp.ones(vocabulary)), identity, head)
+    count = len(draws)
+    proposal = pctree(
+        params,
+        config,
+        TreeSpec(k=2, width=2, budget=3, spine=False),
+        jnp.broadcast_to(jnp.asarray(base), (count, 2, vocabulary)),
+        jnp.zeros(count, jnp.int32),
+        jnp.asarray(noise),
+        lambda logits, noise: logits + noise,
+        jnp.zeros(count, jnp.float32),
+    )
+    tokens, depths = np.asarray(proposal.tokens), np.asarray(proposal.depths)
+    after = np.where(depths[..., None] == 0, first, second[tokens])
+    by_node = np.take_along_axis(noise, np.minimum(depths, 1)[..., None], axis=1)
+    verdict = jax.device_get(walk(proposal, jnp.asarray((after + by_node).argmax(-1).astype(np.int32)), 2))
+
+    plain, speculative = np.zeros((vocabulary, vocabulary)), np.zeros((vocabulary, vocabulary))
+    for row in range(count):
+        own = (first + noise[row, 0]).argmax()
+        plain[own, (second[own] + noise[row, 1]).argmax()] += 1 / count
+        token, *rest = verdict.tokens[row, : verdict.accepted[row] + 1]
+        assert token == own
+        for later in noises[draws[row, 1:]] if keyed_by_position else noises:
+            weight = 1 / count if keyed_by_position else 1 / count / len(noises)
+            speculative[token, rest[0] if rest else (second[token] + later).argmax()] += weight
     return plain, speculative
 
 
 def test_shared_noise_must_be_keyed_by_position():
-    """Fresh shared noise in every round is biased once a tree's selection looks at it; keyed noise is not."""
-    plain, keyed = toy_rounds(True)
-    assert keyed == plain
-    plain, fresh = toy_rounds(False)
-    assert sum(abs(plain.get(pair, 0) - fresh.get(pair, 0)) for pair in plain | fresh) / 2 > 0.05
+    """Fresh shared noise in every round is biased, since a tree's selection looks at deeper noise; keyed is exact."""
+    with jax.enable_x64(True):
+        plain, keyed = shared_noise_laws(True)
+        np.testing.assert_allclose(keyed, plain, atol=1e-12)
+        plain, fresh = shared_noise_laws(False)
+    assert fresh.sum() == pytest.approx(1) and np.abs(fresh - plain).sum() / 2 > 0.01
