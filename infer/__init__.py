@@ -1,1 +1,1 @@
-"""The inference programs: `python -m infer generate | evaluate | profile`."""
+"""The inference programs: `python -m infer generate | evaluate | profile | tree-cost`."""

@@ -8,11 +8,13 @@ from dspark_jax.io.command_line import main as run_command
 from infer.evaluate import EvaluateOptions, evaluate
 from infer.generate import GenerateOptions, generate
 from infer.profile import ProfileOptions, profile
+from infer.tree_cost import TreeCostOptions, tree_cost
 
 COMMANDS = {
     "generate": Command(GenerateOptions, generate),
     "evaluate": Command(EvaluateOptions, evaluate),
     "profile": Command(ProfileOptions, profile),
+    "tree-cost": Command(TreeCostOptions, tree_cost),
 }
 
 

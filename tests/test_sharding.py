@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dspark_jax
-from dspark_jax import DecodeConfig, request_keys, sampling_params
+from dspark_jax import DecodeConfig, TreeSpec, request_keys, sampling_params
 from dspark_jax.drafters.dspark import declare_drafter
 from dspark_jax.sharding import make_mesh, partition_spec, shardings
 from dspark_jax.targets.decoder import declare_target
@@ -16,19 +16,20 @@ from tests.models import drafter_config, pad, random_drafter, random_target, tar
 PROMPTS = [[1, 4, 0, 2], [3], [2, 2, 5, 6, 1, 0, 3], [0, 1]]
 
 
-def setup():
+def setup(tree=None):
     config = target_config(64)
     target = random_target(config)
     draft_config = drafter_config(config, "rnn")
-    decode = DecodeConfig(target=config, drafter=draft_config, max_new_tokens=10)
+    decode = DecodeConfig(target=config, drafter=draft_config, tree=tree, max_new_tokens=10)
     tokens, lengths = (jnp.asarray(x) for x in pad(PROMPTS))
     arguments = (tokens, lengths, request_keys(0, 4), decode)
     return target, random_drafter(draft_config, target), arguments
 
 
-def test_sharded_verification_gives_the_same_tokens():
+@pytest.mark.parametrize("tree", [None, TreeSpec(k=2, budget=5)], ids=["chain", "tree"])
+def test_sharded_verification_gives_the_same_tokens(tree):
     """Weights over "model", requests over "data"; the vocabulary's argmax runs on shards of it."""
-    target, drafter, (tokens, lengths, keys, decode) = setup()
+    target, drafter, (tokens, lengths, keys, decode) = setup(tree)
     sampling = sampling_params(4, 1.0)
     expected = dspark_jax.generate(target, drafter, tokens, lengths, keys, decode, sampling=sampling)
     mesh = make_mesh(4, 2)
@@ -42,9 +43,9 @@ def test_sharded_verification_gives_the_same_tokens():
         program = dspark_jax.generate.lower(target, drafter, tokens, lengths, keys, decode, sampling=sampling).compile()
     np.testing.assert_array_equal(sharded.tokens, expected.tokens)
     np.testing.assert_array_equal(sharded.counts.accepted_lengths, expected.counts.accepted_lengths)
-    # No device ever holds all the logits of its requests: one request, four nodes, half of the vocabulary.
-    assert "f32[1,4,32]" in program.as_text()
-    assert "f32[1,4,64]" not in program.as_text()
+    # No device ever holds all the logits of its requests: one request, all nodes, half of the vocabulary.
+    assert f"f32[1,{decode.width},32]" in program.as_text()
+    assert f"f32[1,{decode.width},64]" not in program.as_text()
 
 
 def test_an_explicit_mesh_is_bridged():

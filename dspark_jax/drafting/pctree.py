@@ -46,7 +46,22 @@ def pctree(
     `noise` is a tree of arrays [R, γ, …], the same for all parents of a depth. A parent whose confidence is strictly
     under the threshold has no children.
     """
-    base = dspark.base_logits(params, hidden)
+    logits = dspark.base_logits(params, hidden)
+    return pctree_of_logits(params, config, spec, hidden, logits, anchor_tokens, noise, adjust, confidence_threshold)
+
+
+def pctree_of_logits(
+    params: DrafterParams,
+    config: DrafterConfig,
+    spec: TreeSpec,
+    hidden: Float[Array, "R gamma d"],
+    base: Float[Array, "R gamma V_d"],
+    anchor_tokens: Int[Array, "R"],
+    noise: Any,
+    adjust: Adjust,
+    confidence_threshold: Float[Array, "R"],
+) -> Proposal:
+    """As `pctree`, with the base logits given: the tree stage alone."""
     head, width = params.markov_head, spec.width
     state = None
     if head is not None:

@@ -56,6 +56,50 @@ def test_both_verifiers_at_temperature_1(infer, tmp_path, models, prompts):
     assert "same law" in outcome.out
 
 
+def test_methods_side_by_side(infer, tmp_path, models, prompts):
+    """Chain, trees, their controls, the sweep and the picture, on one golden prompt."""
+    output, picture = tmp_path / "report.json", tmp_path / "tree.png"
+    options = OPTIONS | {"repeats": 1, "limit": 1, "max_new_tokens": 48, "batch_size": 1}
+    options |= {"compare": ("chain", "pctree"), "sweep_budget": 12, "tree_budget": 20, "tree_k": 3}
+    outcome = infer("evaluate", **models, prompts=prompts, output=output, draw_tree=picture, **options)
+    assert outcome.code == 0, outcome.error
+    results = {result["method"]: result for result in json.loads(output.read_text())["results"]}
+    assert list(results) == [
+        "chain",
+        "pctree N=20",
+        "pctree N=8, no spine",
+        "chain and second choices",
+        "pctree N=12",
+    ]
+    assert all(result["identical_outputs"] == 1 for result in results.values())
+    chain, tree = results["chain"], results["pctree N=20"]
+    assert tree["tau"] > results["pctree N=12"]["tau"] > chain["tau"]
+    assert tree["tree"] == {"kind": "pctree", "k": 3, "width": 3, "budget": 20, "spine": True}
+    assert chain["tree"] is None and chain["verified_nodes"] == 8 * chain["rounds"]
+    assert tree["verified_nodes"] == 20 * tree["rounds"]
+    share = tree["tau"] * tree["rounds"] / tree["verified_nodes"]
+    assert tree["committed_share_of_verified_nodes"] == pytest.approx(share)
+    assert chain["second_choice_mass"] is None
+    # The chain's nodes are in the probe's tree, whose other nodes end a path: it gains at most one token a round.
+    probe = results["chain and second choices"]
+    assert 0 < probe["second_choice_mass"] < 1 and chain["tau"] < probe["tau"] < chain["tau"] + 1
+    assert set(tree["round_parts_ms"]) == {"backbone", "tree", "verify", "commit"}
+    assert all(value > 0 for value in tree["round_parts_ms"].values())
+    for path in (picture, output.with_suffix(".png"), tmp_path / "report_budgets.png"):
+        assert path.read_bytes().startswith(PNG)
+    assert "its second choice is" in outcome.out and "milliseconds of a round's parts" in outcome.out
+
+
+def test_tree_cost(infer, tmp_path):
+    output = tmp_path / "cost.json"
+    options = {"vocab_size": 1000, "markov_rank": 8, "block_size": 3, "tree_budget": 6, "repeats": 2}
+    outcome = infer("tree-cost", output=output, **options)
+    assert outcome.code == 0, outcome.error
+    report = json.loads(output.read_text())
+    assert report["tree_over_bound"] == pytest.approx(report["tree_ms"] / report["bound_ms"])
+    assert f"tree / bound = {report['tree_over_bound']:.2f}" in outcome.out
+
+
 def test_a_difference_is_reported_with_its_gap(infer, tmp_path, models, prompts, monkeypatch):
     run = Decoder.run
 
