@@ -134,6 +134,10 @@ class DrafterConfig(DecoderConfig):
         return self.draft_vocab_size < self.vocab_size
 
 
+# No paper has used more nodes; what grows with a tree's square stays affordable.
+_LARGEST_TREE = 1024
+
+
 class TreeKind(enum.Enum):
     """How a tree of candidates grows.
 
@@ -177,8 +181,8 @@ class TreeSpec:
                 raise ValueError(f"tree {field}: a {self.kind.value} tree has none; leave it out")
         for field, least in (("k", 1), ("width", 1), ("budget", 2)):
             value = getattr(self, field)
-            if value is not None and value < least:
-                raise ValueError(f"tree {field} {value} must be at least {least}")
+            if value is not None and not least <= value <= _LARGEST_TREE:
+                raise ValueError(f"tree {field} {value} must be in {least}..{_LARGEST_TREE}")
 
 
 def check_taps(target_layer_ids: tuple[int, ...], num_target_layers: int) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dspark_jax
-from dspark_jax import DecodeConfig, Generation, TreeSpec, Verifier
+from dspark_jax import DecodeConfig, DrafterConfig, Generation, TargetConfig, TreeSpec, Verifier
 from dspark_jax.decode_state import Requests
 from dspark_jax.io import Drafter, InputError, Target
 from infer.batching import Batch
@@ -65,6 +65,30 @@ class Decoder:
         )
 
 
+def decode_config(
+    target: TargetConfig,
+    drafter: DrafterConfig | None,
+    options: DecodingOptions,
+    verifier: Verifier = Verifier.COUPLED,
+    tree: TreeSpec | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+    log_probabilities: bool = False,
+) -> DecodeConfig:
+    """Raises an InputError for a tree that does not fit the drafter or the verifier."""
+    try:
+        return DecodeConfig(
+            target=target,
+            drafter=drafter,
+            tree=tree,
+            max_new_tokens=min(options.max_new_tokens, target.max_position_embeddings),
+            eos_token_ids=eos_token_ids,
+            verifier=verifier,
+            log_probabilities=log_probabilities,
+        )
+    except ValueError as error:
+        raise InputError(f"--{str(error).replace('tree ', 'tree-', 1)}") from error
+
+
 def make_decoder(
     target: Target,
     drafter: Drafter | None,
@@ -73,17 +97,8 @@ def make_decoder(
     tree: TreeSpec | None = None,
     log_probabilities: bool = False,
 ) -> Decoder:
-    """Raises an InputError for a tree that does not fit the drafter or the verifier."""
-    try:
-        config = DecodeConfig(
-            target=target.config,
-            drafter=None if drafter is None else drafter.config,
-            tree=tree,
-            max_new_tokens=min(options.max_new_tokens, target.config.max_position_embeddings),
-            eos_token_ids=target.eos_token_ids,
-            verifier=verifier,
-            log_probabilities=log_probabilities,
-        )
-    except ValueError as error:
-        raise InputError(f"--{error}") from error
+    drafter_config = None if drafter is None else drafter.config
+    config = decode_config(
+        target.config, drafter_config, options, verifier, tree, target.eos_token_ids, log_probabilities
+    )
     return Decoder(target, drafter, config, options)

@@ -15,7 +15,7 @@ from dspark_jax import Generation, TreeKind, Verifier, request_keys
 from dspark_jax.io import InputError, Prompt, write_json
 from dspark_jax.verification.statistics import AcceptanceCounts, count_acceptance, first_difference, score_gap
 from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
-from infer.decoding import Decoder, make_decoder
+from infer.decoding import Decoder, decode_config, make_decoder
 from infer.draw import draw_tree
 from infer.methods import Method, MethodName, chosen_methods
 from infer.models import describe, load_described, load_named, print_cache_size
@@ -83,10 +83,13 @@ class EvaluateOptions(DecodingOptions):
                 raise InputError(f"{path}: no such file")
         if self.tree is not None and self.compare:
             raise InputError(f"--tree {self.tree.value}: is one of --compare's methods; leave one of the two out")
-        self.check_trees([TreeKind(name) for name in self.methods if name != "chain"])
+        kinds = {TreeKind(name) for name in self.methods if name != "chain"}
+        self.check_trees([*kinds, *([TreeKind.PCTREE] if self.sweep_budget else [])])
         for budget in self.sweep_budget:
-            if budget < 2:
-                raise InputError(f"--sweep-budget {budget} must be at least 2")
+            try:
+                dataclasses.replace(self.tree_spec(TreeKind.PCTREE), budget=budget)
+            except ValueError as error:
+                raise InputError(f"--sweep-budget {budget}: {error}") from error
         inputs = [*self.prompts, self.target, self.drafter]
         check_report(self.output, inputs)
         if self.sweep_budget:
@@ -113,9 +116,13 @@ def evaluate(options: EvaluateOptions) -> None:
     files = {path: read_prompt_file(path, description, options)[: options.limit] for path in options.prompts}
     longest = max(len(prompt.turn_ids()) for prompts in files.values() for prompt in prompts)
     rows = min(options.batch_size, max(map(len, files.values())))
-    drafts = description.width - 1
+    drafts = decode_config(description.config, description.drafter_config, options).depth
     methods = chosen_methods(options, options.methods, options.sweep_budget, options.verifier, drafts)
-    print_cache_size(description, rows, bucket(longest), options)
+    configs = [
+        decode_config(description.config, description.drafter_config, options, method.verifier, method.tree)
+        for method in methods
+    ]
+    print_cache_size(description, rows, bucket(longest), max(config.width for config in configs), options)
     target = load_described(options, description)
     drafter = load_named(options, options.drafter, target)
     plain = make_decoder(target, None, options)

@@ -16,7 +16,7 @@ from dspark_jax import Generation, Verifier, request_keys
 from dspark_jax.io import InputError, Prompt
 from dspark_jax.verification.statistics import rounds_until
 from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
-from infer.decoding import Decoder, make_decoder
+from infer.decoding import Decoder, decode_config, make_decoder
 from infer.models import describe, load_described, load_named, print_cache_size, stamp
 from infer.options import DecodingOptions
 from infer.outputs import ResumableOutput, check_output
@@ -76,15 +76,16 @@ def generate(options: GenerateOptions) -> None:
     output = ResumableOutput(options.output, _settings(options, drafter_name))
     description = describe(options, drafter_name)
     prompts = read_prompt_file(options.prompts, description, options)
+    tree = None if options.tree is None else options.tree_spec(options.tree)
+    config = decode_config(description.config, description.drafter_config, options, options.verifier, tree)
     if description.tokenizer is None and (options.stop or options.stream):
         raise InputError(f"{options.target}: has no tokenizer, which --stop and --stream need")
     rows = 1 if options.stream else min(options.batch_size, len(prompts))
     longest = bucket(max(len(prompt.turn_ids()) for prompt in prompts))
     if not options.stream:
-        print_cache_size(description, rows, longest, options)
+        print_cache_size(description, rows, longest, config.width, options)
     target = load_described(options, description)
     drafter = None if drafter_name is None else load_named(options, drafter_name, target)
-    tree = None if options.tree is None else options.tree_spec(options.tree)
     decoder = make_decoder(target, drafter, options, options.verifier, tree, options.log_probabilities)
     _Run(options, decoder, output, prompts, rows).run()
 

@@ -20,11 +20,6 @@ class Description:
     drafter_config: DrafterConfig | None
     target: Target | None = None
 
-    @property
-    def width(self) -> int:
-        """Tokens of one verification pass."""
-        return 1 if self.drafter_config is None else self.drafter_config.num_drafts + 1
-
 
 def describe(options: ModelOptions, drafter: str | None) -> Description:
     """Reads and checks the configs and the tokenizer.
@@ -68,10 +63,12 @@ def load_named(options: ModelOptions, drafter: str, target: Target) -> Drafter:
     return load_drafter(drafter, target=target, dtype=options.dtype, allow_config_keys=options.allow_config_key)
 
 
-def print_cache_size(description: Description, requests: int, longest: int, options: DecodingOptions) -> None:
-    """Says what the KV caches will take. `longest`: the longest padded prompt."""
+def print_cache_size(
+    description: Description, requests: int, longest: int, width: int, options: DecodingOptions
+) -> None:
+    """Says what the KV caches will take. `longest`: the longest padded prompt; `width`: nodes of a verify pass."""
     most = min(options.max_new_tokens, description.config.max_position_embeddings)
-    capacity, dtype = longest + most + description.width, options.dtype
+    capacity, dtype = longest + most + width, options.dtype
     parts = {"target": cache_bytes(description.config, requests, capacity, dtype)}
     if description.drafter_config is not None:
         parts["drafter"] = cache_bytes(description.drafter_config, requests, capacity, dtype)

@@ -88,10 +88,10 @@ class DecodingOptions(ModelOptions):
         """Raises an InputError for a tree option that no kind in use has, or that makes no tree."""
         for field, having in _TREE_FIELDS.items():
             if getattr(self, f"tree_{field}") is not None and not set(kinds) & having:
-                used = ", ".join(kind.value for kind in kinds) or "no tree"
+                used = ", ".join(kind.value for kind in kinds) or "drafting a chain"
                 raise InputError(f"--tree-{field}: {used} has none; leave it out")
         if self.tree_budget != DEFAULT_BUDGET and not kinds:
-            raise InputError("--tree-budget: without a tree there is none; add --tree, or leave it out")
+            raise InputError("--tree-budget: drafting a chain has none; add --tree, or leave it out")
         for kind in kinds:
             self.tree_spec(kind)
 

@@ -270,8 +270,9 @@ def test_trees_that_cannot_be(changes, message):
         ({"kind": "ddtree", "k": 3}, "tree k: a ddtree tree has none"),
         ({"kind": "jetspec", "width": 3}, "tree width: a jetspec tree has none"),
         ({"kind": "jetspec", "spine": True}, "tree spine: a jetspec tree has none"),
-        ({"budget": 1}, "tree budget 1 must be at least 2"),
-        ({"k": 0}, "tree k 0 must be at least 1"),
+        ({"budget": 1}, r"tree budget 1 must be in 2\.\.1024"),
+        ({"k": 0}, r"tree k 0 must be in 1\.\.1024"),
+        ({"width": 1025}, r"tree width 1025 must be in 1\.\.1024"),
         ({"kind": "beam"}, "beam"),
     ],
 )

@@ -63,6 +63,14 @@ BAD_OPTIONS = {
     "confidence-threshold": ({"confidence_threshold": 1.5}, ["--confidence-threshold 1.5"]),
     "seed": ({"seed": -1}, ["--seed -1"]),
     "stop needs a tokenizer": ({"stop": "x"}, ["--stop", "tokenizer"]),
+    "tree kind": ({"tree": "beam"}, ["--tree", "beam"]),
+    "tree option without a tree": ({"tree_k": 3}, ["--tree-k: drafting a chain has none"]),
+    "tree option of another kind": ({"tree": "jetspec", "tree_width": 3}, ["--tree-width: jetspec has none"]),
+    "tree budget without a tree": ({"tree_budget": 16}, ["--tree-budget", "--tree"]),
+    "tree budget": ({"tree": "pctree", "tree_budget": 1}, ["--tree-budget 1 must be in 2..1024"]),
+    "tree k": ({"tree": "pctree", "tree_k": 0}, ["--tree-k 0"]),
+    "tree k beyond the vocabulary": ({"tree": "pctree", "tree_k": 300}, ["--tree-k 300", "260 tokens"]),
+    "tree under rejection": ({"tree": "pctree", "verifier": "rejection"}, ["--verifier rejection", "coupled"]),
     "GGUF": ({"target": "none.gguf"}, ["none.gguf: no such file"]),
 }
 
@@ -71,6 +79,25 @@ BAD_OPTIONS = {
 def test_options(infer, options, case):
     changed, named = BAD_OPTIONS[case]
     outcome = infer("generate", **options | changed)
+    assert outcome.code == 2
+    for text in named:
+        assert text in outcome.error_line
+
+
+BAD_COMPARISONS = {
+    "tree beside compare": ({"tree": "pctree", "compare": "chain"}, ["--tree pctree", "--compare"]),
+    "no verifier for trees": ({"compare": ("chain", "pctree"), "verifier": "block"}, ["--verifier block", "coupled"]),
+    "nothing to draw": ({"draw_tree": "tree.png"}, ["--draw-tree tree.png", "no tree"]),
+    "sweep": ({"sweep_budget": (8, 1)}, ["--sweep-budget 1"]),
+    "unknown method": ({"compare": "eagle"}, ["--compare", "eagle"]),
+    "no folder for the picture": ({"tree": "pctree", "draw_tree": "none/tree.png"}, ["none/tree.png"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COMPARISONS)
+def test_comparisons(infer, options, case):
+    changed, named = BAD_COMPARISONS[case]
+    outcome = infer("evaluate", **options | {"output": options["output"].with_suffix(".json")} | changed)
     assert outcome.code == 2
     for text in named:
         assert text in outcome.error_line
