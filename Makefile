@@ -10,7 +10,7 @@ DEMO ?= runs/demo
 .PHONY: test lint demo
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 # Trains a drafter for a small language model, then completes held-out files by plain and by speculative decoding.
 demo: $(VENV)/installed

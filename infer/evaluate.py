@@ -228,7 +228,8 @@ class _Run:
                 decoder.compile(batch)
         if self._options.compare and not self.results[0].part_ms:
             for result, decoder in zip(self.results, self._speculative.values(), strict=True):
-                result.part_ms = part_milliseconds(decoder, batch, _TIMED_ROUNDS)
+                if result.method.named:
+                    result.part_ms = part_milliseconds(decoder, batch, _TIMED_ROUNDS)
         seconds = np.zeros((self._options.repeats, len(decoders)))
         for repeat in range(self._options.repeats):
             generations = []

@@ -13,11 +13,15 @@ MethodName = Literal["chain", "pctree", "jetspec", "ddtree"]
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A chain (`tree` None) or a tree, under one verifier. `name` tells it apart within one report."""
+    """A chain (`tree` None) or a tree, under one verifier. `name` tells it apart within one report.
+
+    `named`: asked for by name, not a control or a size of a sweep.
+    """
 
     name: str
     tree: TreeSpec | None
     verifier: Verifier
+    named: bool
 
     @property
     def label(self) -> str:
@@ -47,6 +51,7 @@ def chosen_methods(
         else:
             tree = options.tree_spec(TreeKind(name))
             trees[f"{name} N={tree.budget}"] = tree
+    named = set(trees)
     if "chain" in names and "pctree" in names:
         own = options.tree_spec(TreeKind.PCTREE)
         trees[f"pctree N={drafts + 1}, no spine"] = dataclasses.replace(own, budget=drafts + 1, spine=False)
@@ -54,7 +59,7 @@ def chosen_methods(
     for budget in budgets:
         trees[f"pctree N={budget}"] = dataclasses.replace(options.tree_spec(TreeKind.PCTREE), budget=budget)
     methods = [
-        Method(name, tree, verifier)
+        Method(name, tree, verifier, name in named)
         for name, tree in trees.items()
         for verifier in dict.fromkeys(verifiers)
         if tree is None or not verifier.chains_only

@@ -15,6 +15,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 def test_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("QUICKSTART_STEPS", "4")
     monkeypatch.setenv("QUICKSTART_PROMPTS", "12")
+    monkeypatch.setenv("TREES_HELD_OUT", "1")
     monkeypatch.setenv("QUICKSTART_FOLDER", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(path.parents[1]))
     notebook = nbformat.read(path, as_version=4)

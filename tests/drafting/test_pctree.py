@@ -1,4 +1,4 @@
-"""Tree builders against slow references written from the algorithms' descriptions, and what every tree must be.
+"""PCTree's builder against a slow reference written from the paper's description.
 
 Random logits are compared in float64, where rounding is far smaller than any gap between two scores. Ties are only
 compared where they are exact on both sides: rows whose best logit leads by more than 40 have log_softmax(z) =
@@ -7,8 +7,6 @@ z - max(z) without rounding, so that integer logits give integer scores; rows of
 
 import dataclasses
 import functools
-import heapq
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +17,10 @@ from dspark_jax.config import DrafterConfig, TreeKind, TreeSpec
 from dspark_jax.drafters.confidence import ConfidenceHead
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.drafters.markov import MarkovHead
-from dspark_jax.drafting.ddtree import ddtree
-from dspark_jax.drafting.jetspec import jetspec
 from dspark_jax.drafting.pctree import pctree
-from dspark_jax.drafting.top_k import two_stage_top_k
 from dspark_jax.layers.linear import Embedding, Linear
 from dspark_jax.proposals import Proposal
-from dspark_jax.verification.walk import walk
+from tests.drafting.trees import assert_same_tree, paths
 from tests.models import HEADS, drafter_config, target_config
 
 VOCABULARY, GAMMA, TEMPERATURE = 6, 4, 0.7
@@ -150,78 +145,6 @@ class NumpyDrafter:
             layer = [c for node in layer for c in self.children(node, anchor, hidden, extra, VOCABULARY, 0)]
             pool = pool + layer
         return {node.path: node.score for node in sorted(pool, key=lambda c: -c.score)[:budget]}
-
-
-def jetspec_reference(log_probs: np.ndarray, tokens: np.ndarray, budget: int) -> list[tuple[int, int, int, float]]:
-    """(token, parent, depth, score) of each node in order of insertion; the anchor's token is left at -1."""
-    nodes = [(-1, -1, 0, log_probs.dtype.type(0))]
-    heap = [(0.0, 0)]
-    while heap and len(nodes) < budget:
-        _, parent = heapq.heappop(heap)
-        depth, score = nodes[parent][2:]
-        if depth == len(log_probs):
-            continue
-        for token, log_prob in zip(tokens[depth], log_probs[depth], strict=True):
-            if len(nodes) < budget:
-                heapq.heappush(heap, (-(score + log_prob), len(nodes)))
-                nodes.append((int(token), parent, depth + 1, score + log_prob))
-    return nodes
-
-
-def ddtree_exhaustive(log_probs: np.ndarray, tokens: np.ndarray, budget: int) -> list[tuple[float, tuple[int, ...]]]:
-    """(score, path) of the best prefixes, by listing all of them."""
-    gamma, count = log_probs.shape
-    listed = [(0.0, ())]
-    for depth in range(1, gamma + 1):
-        for ranks in itertools.product(range(count), repeat=depth):
-            score = sum(log_probs[slot, rank] for slot, rank in enumerate(ranks))
-            listed.append((score, tuple(int(tokens[slot, rank]) for slot, rank in enumerate(ranks))))
-    return sorted(listed, key=lambda item: (-item[0], len(item[1])))[:budget]
-
-
-def ddtree_heap(log_probs: np.ndarray, tokens: np.ndarray, budget: int) -> list[tuple[float, tuple[int, ...]]]:
-    """(score, path) by the paper's heap of rank tuples: pop one, push its next sibling and its first child."""
-    gamma, count = log_probs.shape
-    taken = [(0.0, ())]
-    heap = [(-log_probs[0, 0], (0,))]
-    while heap and len(taken) < budget:
-        cost, ranks = heapq.heappop(heap)
-        taken.append((-cost, tuple(int(tokens[slot, rank]) for slot, rank in enumerate(ranks))))
-        depth, last = len(ranks), ranks[-1]
-        if last + 1 < count:
-            sibling = cost + log_probs[depth - 1, last] - log_probs[depth - 1, last + 1]
-            heapq.heappush(heap, (sibling, (*ranks[:-1], last + 1)))
-        if depth < gamma:
-            heapq.heappush(heap, (cost - log_probs[depth, 0], (*ranks, 0)))
-    return taken
-
-
-def paths(proposal: Proposal, row: int, anchor: int, gamma: int) -> dict[tuple[int, ...], float]:
-    """Token paths of one request's nodes with their scores, after checking that they are a tree."""
-    fields = ("tokens", "parents", "depths", "valid", "scores")
-    tokens, parents, depths, valid, scores = (np.asarray(getattr(proposal, name)[row]) for name in fields)
-    assert valid[0] and tokens[0] == anchor and parents[0] == -1 and depths[0] == 0 and scores[0] == 0
-    found = [()]
-    assert (parents[~valid] == -1).all() and (depths[~valid] == 0).all()
-    for node in range(1, len(tokens)):
-        if not valid[node]:
-            found.append(None)
-            continue
-        parent = parents[node]
-        assert 0 <= parent < node and valid[parent], "a node's parent comes before it and is in the tree"
-        assert depths[node] == depths[parent] + 1 <= gamma
-        assert scores[node] <= scores[parent]
-        found.append((*found[parent], int(tokens[node])))
-    named = {path: scores[node] for node, path in enumerate(found) if path is not None}
-    assert len(named) == valid.sum(), "no two children of a parent have one token"
-    return named
-
-
-def assert_same_tree(proposal: Proposal, row: int, anchor: int, gamma: int, expected: dict, atol: float = 1e-11):
-    actual = paths(proposal, row, anchor, gamma)
-    assert set(actual) == set(expected)
-    for path, score in expected.items():
-        assert actual[path] == pytest.approx(score, abs=atol)
 
 
 def table_config(gamma: int) -> DrafterConfig:
@@ -525,160 +448,3 @@ def test_spec_defaults():
     spec = TreeSpec(kind="pctree", k=3, budget=8)
     assert spec == TreeSpec(kind=TreeKind.PCTREE, k=3, width=3, budget=8, spine=True)
     assert hash(spec) == hash(TreeSpec(kind=TreeKind.PCTREE, k=3, width=3, budget=8, spine=True))
-
-
-def candidates(seed: int, gamma: int, count: int, vocabulary: int, dtype, rows: int = 16, ordered: bool = False):
-    """Candidates of random laws in the first half of the rows, and with small integer log-probabilities in the rest."""
-    rng = np.random.default_rng(seed)
-    log_probs = np.log(rng.dirichlet(np.ones(vocabulary), size=(rows, gamma)))
-    log_probs[rows // 2 :] = -rng.integers(0, 3, size=(rows - rows // 2, gamma, vocabulary))
-    tokens = rng.permuted(np.broadcast_to(np.arange(vocabulary), log_probs.shape), axis=-1)
-    if ordered:
-        log_probs = -np.sort(-log_probs, axis=-1)
-    anchors = rng.integers(vocabulary, size=rows)
-    return log_probs[..., :count].astype(dtype), tokens[..., :count].astype(np.int32), anchors.astype(np.int32)
-
-
-@pytest.mark.parametrize(
-    ("gamma", "k", "budget", "dtype"),
-    [
-        (4, 3, 16, np.float32),
-        (3, 2, 9, np.float64),
-        (2, 2, 12, np.float32),
-        (3, 4, 3, np.float32),
-        (3, 1, 3, np.float32),
-    ],
-)
-def test_jetspec_is_the_heaps_tree(gamma, k, budget, dtype):
-    with jax.enable_x64(dtype is np.float64):
-        log_probs, tokens, anchors = candidates(50 + gamma, gamma, k, 6, dtype)
-        proposal = jax.device_get(jax.jit(jetspec, static_argnums=3)(log_probs, tokens, anchors, budget))
-    assert proposal.tokens.shape == (len(anchors), budget)
-    for row, anchor in enumerate(anchors):
-        paths(proposal, row, anchor, gamma)
-        expected = jetspec_reference(log_probs[row], tokens[row], budget)
-        count = len(expected)
-        assert proposal.valid[row].tolist() == [node < count for node in range(budget)]
-        reference_tokens, parents, depths, scores = zip(*expected, strict=True)
-        assert proposal.tokens[row, 1:count].tolist() == list(reference_tokens[1:])
-        assert proposal.parents[row, :count].tolist() == list(parents)
-        assert proposal.depths[row, :count].tolist() == list(depths)
-        np.testing.assert_allclose(proposal.scores[row, :count], scores, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("gamma", "vocabulary", "budget", "dtype"),
-    [
-        (3, 4, 9, np.float64),
-        (4, 5, 16, np.float64),
-        (2, 2, 12, np.float64),
-        (3, 8, 4, np.float64),
-        (1, 6, 4, np.float64),
-        (4, 3, 12, np.float32),
-    ],
-)
-def test_ddtree_holds_the_most_probable_prefixes(gamma, vocabulary, budget, dtype):
-    """The very prefixes where scores differ; where they tie, as many of each score."""
-    count = min(budget - 1, vocabulary)
-    with jax.enable_x64(dtype is np.float64):
-        log_probs, tokens, anchors = candidates(60 + gamma, gamma, count, vocabulary, dtype, ordered=True)
-        proposal = jax.device_get(jax.jit(ddtree, static_argnums=3)(log_probs, tokens, anchors, budget))
-    assert proposal.tokens.shape == (len(anchors), budget)
-    tolerance = 1e-12 if dtype is np.float64 else 1e-5
-    for row, anchor in enumerate(anchors):
-        actual = paths(proposal, row, anchor, gamma)
-        exact = log_probs[row].astype(np.float64)
-        for reference in (ddtree_exhaustive, ddtree_heap):
-            expected = reference(exact, tokens[row], budget)
-            assert len(actual) == len(expected)
-            np.testing.assert_allclose(
-                sorted(actual.values()), sorted(score for score, _ in expected), atol=tolerance, err_msg=str(reference)
-            )
-            if row < len(anchors) // 2:
-                assert set(actual) == {path for _, path in expected}
-        log_prob = [dict(zip(tokens[row, slot].tolist(), exact[slot], strict=True)) for slot in range(gamma)]
-        for path, score in actual.items():
-            assert score == pytest.approx(sum(log_prob[slot][t] for slot, t in enumerate(path)), abs=tolerance)
-
-
-@pytest.mark.parametrize("size", [1, 5, 127, 128, 129, 1000])
-def test_two_stage_top_k_is_top_k(size):
-    rng = np.random.default_rng(size)
-    rows = [
-        rng.standard_normal(size),
-        rng.integers(0, 2, size=size),
-        -rng.integers(0, 40, size=size),
-        np.zeros(size),
-        np.full(size, -np.inf),
-        np.where(rng.random(size) < 0.97, -np.inf, 1.0),
-        np.arange(size) // 128,
-        -(np.arange(size) // 128),
-    ]
-    x = jnp.asarray(np.stack(rows).reshape(2, 4, size), jnp.float32)
-    for k in sorted({1, min(7, size), min(150, size), size}):
-        values, indices = jax.jit(two_stage_top_k, static_argnums=1)(x, k)
-        expected_values, expected_indices = jax.lax.top_k(x, k)
-        assert indices.dtype == jnp.int32 and values.dtype == x.dtype
-        np.testing.assert_array_equal(values, expected_values)
-        np.testing.assert_array_equal(indices, expected_indices)
-
-
-def rejection_over_children(p: np.ndarray, q: np.ndarray, children: list[int]) -> np.ndarray:
-    """Law of the next token if fixed children are tested with min(1, p/q) as though they had been drawn from q."""
-    law, alive = np.zeros_like(p), 1.0
-    for token in children:
-        accept = min(1.0, p[token] / q[token])
-        law[token] += alive * accept
-        alive *= 1 - accept
-        left = np.maximum(p - q, 0)
-        p = left / left.sum() if left.sum() else q
-        q = np.where(np.arange(len(q)) == token, 0, q)
-        q = q / q.sum()
-    return law + alive * p
-
-
-def test_rejection_sampling_of_best_children_is_biased():
-    rng = np.random.default_rng(70)
-    distances = []
-    for _ in range(100):
-        p, q = rng.dirichlet(np.ones(4), size=2)
-        best = np.argsort(-q)[:2].tolist()
-        distances.append(0.5 * np.abs(rejection_over_children(p, q, best) - p).sum())
-    assert np.mean(distances) > 0.05
-
-    p, q = np.array([0.25, 0.25, 0.25, 0.25]), np.array([0.4, 0.3, 0.2, 0.1])
-    law = rejection_over_children(p, q, [0, 1])
-    assert law.sum() == pytest.approx(1)
-    assert 0.5 * np.abs(law - p).sum() > 0.05
-
-
-def test_walking_a_fixed_tree_with_the_targets_draws_is_exact():
-    """All of the target's draws at the nodes of one tree, each path completed with the target's own law."""
-    vocabulary, depth = 3, 2
-    rng = np.random.default_rng(71)
-    first = rng.dirichlet(np.ones(vocabulary))
-    second = rng.dirichlet(np.ones(vocabulary), size=vocabulary)
-    third = rng.dirichlet(np.ones(vocabulary), size=(vocabulary, vocabulary))
-    tree = {(): -1, (2,): 0, (0,): 0, (2, 1): 1, (0, 0): 2}
-    node_laws = [first, second[2], second[0], third[2, 1], third[0, 0]]
-    chosen = np.array(list(itertools.product(range(vocabulary), repeat=len(tree))), np.int32)
-    weights = np.prod([law[chosen[:, node]] for node, law in enumerate(node_laws)], axis=0)
-
-    def batch(values):
-        return jnp.broadcast_to(jnp.asarray(list(values), jnp.int32)[None], chosen.shape)
-
-    proposal = Proposal(
-        tokens=batch([0, *(path[-1] for path in tree if path)]),
-        parents=batch(tree.values()),
-        depths=batch(len(path) for path in tree),
-        valid=jnp.ones(chosen.shape, bool),
-        scores=jnp.zeros(chosen.shape, jnp.float32),
-    )
-    verdict = jax.device_get(walk(proposal, jnp.asarray(chosen), depth))
-    expected = first[:, None, None] * second[:, :, None] * third
-    law = np.zeros_like(expected)
-    for weight, tokens, accepted in zip(weights, verdict.tokens, verdict.accepted, strict=True):
-        head = tuple(tokens[: accepted + 1])
-        law[head] += weight * expected[head] / expected[head].sum()
-    assert set(verdict.accepted.tolist()) == {0, 1, 2}
-    assert 0.5 * np.abs(law - expected).sum() < 1e-12
