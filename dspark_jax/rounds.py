@@ -12,6 +12,7 @@ from dspark_jax.drafters import dspark
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.drafting.propose import propose
 from dspark_jax.layers.kv_cache import init_cache, move
+from dspark_jax.layers.packing import Packing, pack
 from dspark_jax.proposals import Proposal, ancestors, chain
 from dspark_jax.sampling import (
     Purpose,
@@ -24,7 +25,13 @@ from dspark_jax.sampling import (
     purpose_keys,
     temper,
 )
-from dspark_jax.targets.decoder import TargetOutput, TargetParams, forward_cached, forward_tree, target_logits
+from dspark_jax.targets.decoder import (
+    TargetParams,
+    forward_cached,
+    forward_packed,
+    forward_tree,
+    target_logits,
+)
 from dspark_jax.verification.block import verify_block
 from dspark_jax.verification.counting import count_round, zero_counts
 from dspark_jax.verification.rejection import reject
@@ -33,10 +40,14 @@ from dspark_jax.verification.walk import Verdict, walk
 
 @struct.dataclass
 class Verification:
-    """One pass of the target over a proposal's nodes, and what it decides. `output` has stored every node's K/V."""
+    """One pass of the target over a proposal's nodes, and what it decides.
+
+    `cache` holds every node's K/V, at the slots behind the prefix. `features` are those along the accepted path.
+    """
 
     verdict: Verdict
-    output: TargetOutput
+    cache: Any
+    features: Float[Array, "R depth+1 features"] | None
     log_probabilities: Float[Array, "R depth+1"] | None
 
 
@@ -189,36 +200,66 @@ def verify(
     state: DecodeState,
     proposal: Proposal,
     noise: Float[Array, "R depth+1 V"],
+    capacity: int | None = None,
 ) -> Verification:
-    """One pass of the target over the proposal: which drafts stand, and its own token after them."""
+    """One pass of the target over the proposal: which drafts stand, and its own token after them.
+
+    With a `capacity` only the valid nodes of active requests run, packed on an axis of so many tokens, which must hold
+    them all.
+    """
     start, active = state.lengths - 1, ~state.done
+    taps, packing = config.taps, None
     with jax.named_scope("verify"):
-        if config.tree is None:
-            out = forward_cached(target, config.target, proposal.tokens, start, state.cache, config.taps, active)
+        if config.tree is None and capacity is None:
+            out = forward_cached(target, config.target, proposal.tokens, start, state.cache, taps, active)
         else:
-            seen = ancestors(proposal.parents, config.depth)
-            nodes = (proposal.tokens, proposal.depths, seen)
-            out = forward_tree(target, config.target, *nodes, start, state.cache, config.taps, active)
+            nodes = (proposal.tokens, proposal.depths, ancestors(proposal.parents, config.depth), start, state.cache)
             noise = jnp.take_along_axis(noise, proposal.depths[..., None], axis=1)
+            if capacity is None:
+                out = forward_tree(target, config.target, *nodes, taps, active)
+            else:
+                packing = pack(proposal.valid & active[:, None], capacity)
+                out = forward_packed(target, config.target, packing, *nodes, taps)
         logits = target_logits(target, config.target, out.hidden)
-        verdict = _decide(config, state, proposal, filter_logits(logits, state.requests.sampling), noise)
+        verdict = _decide(config, state, proposal, logits, noise, packing)
+
+    def on_path(x: Array) -> Array:
+        if packing is None:
+            return jnp.take_along_axis(x, verdict.nodes[..., None], axis=1)
+        return packing.at_nodes(x, verdict.nodes)
+
     log_probabilities = None
     if config.log_probabilities:
-        on_path = jnp.take_along_axis(logits, verdict.nodes[..., None], axis=1)
-        log_probabilities = _token_log_probabilities(on_path, verdict.tokens)
-    return Verification(verdict, out, log_probabilities)
+        log_probabilities = _token_log_probabilities(on_path(logits), verdict.tokens)
+    chain_as_it_is = config.tree is None and packing is None
+    features = out.features if chain_as_it_is or out.features is None else on_path(out.features)
+    return Verification(verdict, out.cache, features, log_probabilities)
 
 
 def _decide(
-    config: DecodeConfig, state: DecodeState, proposal: Proposal, filtered: Array, noise: Float[Array, "R N V"]
+    config: DecodeConfig,
+    state: DecodeState,
+    proposal: Proposal,
+    logits: Array,
+    noise: Float[Array, "R N V"],
+    packing: Packing | None,
 ) -> Verdict:
-    sampling = state.requests.sampling
+    """`logits` [R, N, V], or [C, V] of packed nodes."""
+    sampling, own_noise = state.requests.sampling, noise
+    if packing is not None:
+        sampling = jax.tree.map(lambda x: packing.gather(jnp.broadcast_to(x[:, None], noise.shape[:2])), sampling)
+        logits, own_noise = logits[:, None], packing.gather(noise)[:, None]
+    filtered = filter_logits(logits, sampling)
+
+    def spread(x: Array) -> Array:
+        return x if packing is None else packing.scatter(x[:, 0])
+
     if config.drafter is None or config.verifier in (Verifier.COUPLED, Verifier.TARGET_WALK):
-        return walk(proposal, choose(filtered, noise, sampling), config.depth)
+        return walk(proposal, spread(choose(filtered, own_noise, sampling)), config.depth)
     keys = purpose_keys(state.requests.keys, state.counts.rounds, _positions(config, state)[:, :-1], Purpose.ACCEPT)
     uniform = jax.vmap(jax.vmap(jax.random.uniform))(keys).astype(filtered.dtype)
     accept = reject if config.verifier is Verifier.REJECTION else verify_block
-    return accept(proposal, log_law(filtered, sampling), uniform, noise)
+    return accept(proposal, spread(log_law(filtered, sampling)), uniform, noise)
 
 
 def commit(
@@ -228,20 +269,18 @@ def commit(
     proposal: Proposal,
     verification: Verification,
 ) -> DecodeState:
-    """Appends what was accepted. A tree's accepted path is compacted: its K/V and features move behind the prefix."""
-    verdict, out, active = verification.verdict, verification.output, ~state.done
+    """Appends what was accepted. A tree's accepted path is compacted: its K/V moves behind the prefix."""
+    verdict, cache, active = verification.verdict, verification.cache, ~state.done
     start = state.lengths - 1
-    cache, features = out.cache, out.features
     with jax.named_scope("commit"):
         if config.tree is not None:
             index = jnp.arange(config.depth + 1, dtype=jnp.int32)[None]
             accepted = (index <= verdict.accepted[:, None]) & active[:, None]
             destination = jnp.where(accepted, start[:, None] + index, state.tokens.shape[1])
             cache = move(cache, start[:, None] + verdict.nodes, destination)
-            features = jnp.take_along_axis(features, verdict.nodes[..., None], axis=1)
         context = state.drafter
         if drafter is not None:
-            context = dspark.extend(drafter, config.drafter, context, features, start, active)
+            context = dspark.extend(drafter, config.drafter, context, verification.features, start, active)
     counts = count_round(state.counts, proposal, verdict, active)
     state = state.replace(cache=cache, drafter=context, counts=counts)
     return _append(state, config, verdict.tokens, verdict.accepted + 1, verification.log_probabilities)

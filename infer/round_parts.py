@@ -47,8 +47,7 @@ def _commit(
     proposal: Proposal,
     verification: Verification,
 ) -> DecodeState:
-    output = verification.output.replace(cache=cache)
-    return commit(drafter, config, state, proposal, verification.replace(output=output))
+    return commit(drafter, config, state, proposal, verification.replace(cache=cache))
 
 
 def rounds_in_parts(decoder: Decoder, batch: Batch) -> Iterator[tuple[Proposal, Verdict, list[float]]]:
@@ -70,8 +69,7 @@ def rounds_in_parts(decoder: Decoder, batch: Batch) -> Iterator[tuple[Proposal, 
         proposal, noise = timed(_tree, drafter, config, state, hidden)
         before, cache = state.replace(cache=None), state.cache
         verification = timed(_verify, target, config, before, cache, proposal, noise)
-        cache = verification.output.cache
-        verification = verification.replace(output=verification.output.replace(cache=None))
+        cache, verification = verification.cache, verification.replace(cache=None)
         state = timed(_commit, drafter, config, before, cache, proposal, verification)
         yield *jax.tree.map(np.asarray, (proposal, verification.verdict)), seconds
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dspark_jax.config import DecoderConfig
 from dspark_jax.layers.attention import attention
 from dspark_jax.layers.decoder import Attend
+from dspark_jax.layers.packing import Packing
 from dspark_jax.sharding import constrain
 
 _AXES = ("batch", None, "kv_heads", None)
@@ -78,5 +79,20 @@ def cached_attention(slots: Int[Array, "R T"], masks: dict[int | None, Bool[Arra
     def attend(q, k, v, cache, window):
         cache = write(cache, k, v, slots)
         return attention(q, cache.keys.astype(q.dtype), cache.values.astype(q.dtype), masks[window]), cache
+
+    return attend
+
+
+def packed_attention(packing: Packing, slots: Int[Array, "C"], masks: dict[int | None, Bool[Array, "R N S"]]) -> Attend:
+    """As `cached_attention`, for tokens packed on one axis: queries are spread over [R, N] and collected again."""
+
+    def attend(q, k, v, cache, window):
+        def put(buffer: Array, new: Array) -> Array:
+            stored = buffer.at[packing.request, slots].set(new.astype(buffer.dtype), mode="drop")
+            return constrain(stored, _AXES)
+
+        cache = LayerCache(put(cache.keys, k), put(cache.values, v))
+        keys, values = cache.keys.astype(q.dtype), cache.values.astype(q.dtype)
+        return packing.gather(attention(packing.scatter(q), keys, values, masks[window])), cache
 
     return attend

@@ -9,9 +9,10 @@ from jaxtyping import Array, Bool, Float, Int
 from dspark_jax.config import TargetConfig
 from dspark_jax.layers.attention import attention, visible
 from dspark_jax.layers.decoder import Attend, apply_layers, declare_layers
-from dspark_jax.layers.kv_cache import cached_attention
+from dspark_jax.layers.kv_cache import cached_attention, packed_attention
 from dspark_jax.layers.linear import Embedding, Linear, declare_embedding, declare_linear, embed, matmul, wide_dtype
 from dspark_jax.layers.norm import Norm, declare_norm, rms_norm
+from dspark_jax.layers.packing import Packing
 from dspark_jax.layers.rope import rope_tables
 from dspark_jax.sharding import constrain
 
@@ -119,17 +120,52 @@ def forward_tree(
     `ancestors`, itself included. Sliding windows count positions.
     """
     nodes = jnp.arange(tokens.shape[1], dtype=start.dtype)[None]
-    positions = start[:, None] + depths
     slots = _cache_slots(config, cache, tokens)
+    masks = _tree_masks(config, depths, ancestors, start, slots)
+    attend = cached_attention(_stored(start[:, None] + nodes, slots.shape[1], active), masks)
+    return forward(params, config, tokens, start[:, None] + depths, attend, cache, taps)
+
+
+def forward_packed(
+    params: TargetParams,
+    config: TargetConfig,
+    packing: Packing,
+    tokens: Int[Array, "R N"],
+    depths: Int[Array, "R N"],
+    ancestors: Bool[Array, "R N N"],
+    start: Int[Array, "R"],
+    cache: Any,
+    taps: tuple[int, ...] = (),
+) -> TargetOutput:
+    """As `forward_tree`, for the packed nodes alone: `hidden` and `features` are of the C packed tokens.
+
+    A packed node's ancestors must be packed too. Queries are spread over [R, N] for attention, so that each request's
+    cache is read once; everything else runs on the packed axis.
+    """
+    masks = _tree_masks(config, depths, ancestors, start, _cache_slots(config, cache, tokens))
+    slots = packing.gather(jnp.broadcast_to(start[:, None], tokens.shape)) + packing.node
+    positions = packing.gather(start[:, None] + depths)
+    attend = packed_attention(packing, slots, masks)
+    return forward(params, config, packing.gather(tokens), positions, attend, cache, taps)
+
+
+def _tree_masks(
+    config: TargetConfig,
+    depths: Int[Array, "R N"],
+    ancestors: Bool[Array, "R N N"],
+    start: Int[Array, "R"],
+    slots: Int[Array, "R S"],
+) -> dict[int | None, Bool[Array, "R N S"]]:
+    """What each node sees, for each sliding window in use: the slots before `start`, and its ancestors' slots."""
+    count = depths.shape[1]
+    positions = start[:, None] + depths
     node = slots - start[:, None]
-    inside = (node >= 0) & (node < tokens.shape[1])
-    node = jnp.clip(node, 0, tokens.shape[1] - 1)
+    inside = (node >= 0) & (node < count)
+    node = jnp.clip(node, 0, count - 1)
     key_positions = jnp.where(inside, jnp.take_along_axis(positions, node, axis=1), slots)
     mine = jnp.take_along_axis(ancestors, node[:, None, :], axis=2) & inside[:, None, :]
     seen = (slots < start[:, None])[:, None, :] | mine
-    masks = {window: seen & visible(positions, key_positions, window) for window in set(config.sliding_windows)}
-    attend = cached_attention(_stored(start[:, None] + nodes, slots.shape[1], active), masks)
-    return forward(params, config, tokens, positions, attend, cache, taps)
+    return {window: seen & visible(positions, key_positions, window) for window in set(config.sliding_windows)}
 
 
 def _cache_slots(config: TargetConfig, cache: Any, tokens: Int[Array, "R T"]) -> Int[Array, "R S"]:
