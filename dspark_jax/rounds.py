@@ -12,6 +12,7 @@ from dspark_jax.drafters import dspark
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.drafting.propose import propose
 from dspark_jax.layers.kv_cache import init_cache, move
+from dspark_jax.layers.linear import wide_dtype
 from dspark_jax.layers.packing import Packing, pack
 from dspark_jax.proposals import Proposal, ancestors, chain
 from dspark_jax.sampling import (
@@ -83,6 +84,66 @@ def _append(
     )
 
 
+def init_state(config: DecodeConfig, requests: Requests, capacity: int, dtype) -> DecodeState:
+    """R empty slots of `capacity` positions, all done."""
+    count = requests.max_tokens.shape[0]
+    zeros = jnp.zeros(count, jnp.int32)
+    wide = wide_dtype(dtype)
+    return DecodeState(
+        requests=requests,
+        tokens=jnp.zeros((count, capacity), jnp.int32),
+        prompt_lengths=zeros,
+        lengths=zeros,
+        done=jnp.ones(count, bool),
+        stopped=jnp.zeros(count, bool),
+        cache=init_cache(config.target, count, capacity, dtype, config.target.stacked_layers),
+        drafter=None if config.drafter is None else dspark.init_state(config.drafter, count, capacity, dtype),
+        counts=zero_counts(count, config.max_new_tokens, config.depth),
+        log_probabilities=jnp.zeros((count, capacity), wide) if config.log_probabilities else None,
+    )
+
+
+def prefill_chunk(
+    target: TargetParams,
+    drafter: DrafterParams | None,
+    config: DecodeConfig,
+    state: DecodeState,
+    tokens: Int[Array, "R P"],
+    start: Int[Array, "R"],
+    lengths: Int[Array, "R"],
+) -> DecodeState:
+    """Reads P tokens of each prompt from position `start` on. `lengths`: of the whole prompts.
+
+    The chunk that holds a prompt's last token commits the first new one; until then the request is done.
+    """
+    count, padded = tokens.shape
+    tokens, lengths = tokens.astype(jnp.int32), lengths.astype(jnp.int32)
+    with jax.named_scope("prefill"):
+        out = forward_cached(target, config.target, tokens, start, state.cache, config.taps)
+        last = jnp.clip(lengths - 1 - start, 0, padded - 1)
+        hidden = jnp.take_along_axis(out.hidden, last[:, None, None], axis=1)
+        logits = target_logits(target, config.target, hidden)
+    context = state.drafter
+    if drafter is not None:
+        context = dspark.extend(drafter, config.drafter, context, out.features, start)
+    columns = start[:, None] + jnp.arange(padded, dtype=jnp.int32)[None]
+    whole = start + padded >= lengths
+    state = state.replace(
+        tokens=state.tokens.at[jnp.arange(count, dtype=jnp.int32)[:, None], columns].set(tokens, mode="drop"),
+        prompt_lengths=lengths,
+        lengths=lengths,
+        done=(state.requests.max_tokens < 1) | ~whole,
+        stopped=jnp.zeros_like(whole),
+        cache=out.cache,
+        drafter=context,
+        counts=jax.tree.map(jnp.zeros_like, state.counts),
+    )
+    filtered = filter_logits(logits, state.requests.sampling)
+    first = choose(filtered, _noise_at(config, state, lengths[:, None]), state.requests.sampling)
+    log_probabilities = _token_log_probabilities(logits, first) if config.log_probabilities else None
+    return _append(state, config, first, jnp.ones(count, jnp.int32), log_probabilities)
+
+
 def prefill(
     target: TargetParams,
     drafter: DrafterParams | None,
@@ -92,36 +153,9 @@ def prefill(
     lengths: Int[Array, "R"],
 ) -> DecodeState:
     """Reads the prompts (right-padded to P) and commits each request's first new token."""
-    count, padded = tokens.shape
-    capacity = padded + config.max_new_tokens + config.width
-    dtype = target.embed_tokens.weight.dtype
-    lengths = lengths.astype(jnp.int32)
-    cache = init_cache(config.target, count, capacity, dtype, config.target.stacked_layers)
-    start = jnp.zeros(count, jnp.int32)
-    with jax.named_scope("prefill"):
-        out = forward_cached(target, config.target, tokens.astype(jnp.int32), start, cache, config.taps)
-        last = jnp.take_along_axis(out.hidden, (lengths - 1)[:, None, None], axis=1)
-        logits = target_logits(target, config.target, last)
-    context = None
-    if drafter is not None:
-        context = dspark.init_state(config.drafter, count, capacity, dtype)
-        context = dspark.extend(drafter, config.drafter, context, out.features, start)
-    state = DecodeState(
-        requests=requests,
-        tokens=jnp.zeros((count, capacity), jnp.int32).at[:, :padded].set(tokens.astype(jnp.int32)),
-        prompt_lengths=lengths,
-        lengths=lengths,
-        done=requests.max_tokens < 1,
-        stopped=jnp.zeros(count, bool),
-        cache=out.cache,
-        drafter=context,
-        counts=zero_counts(count, config.max_new_tokens, config.depth),
-        log_probabilities=jnp.zeros((count, capacity), logits.dtype) if config.log_probabilities else None,
-    )
-    filtered = filter_logits(logits, requests.sampling)
-    first = choose(filtered, _noise_at(config, state, lengths[:, None]), requests.sampling)
-    log_probabilities = _token_log_probabilities(logits, first) if config.log_probabilities else None
-    return _append(state, config, first, jnp.ones(count, jnp.int32), log_probabilities)
+    capacity = tokens.shape[1] + config.max_new_tokens + config.width
+    state = init_state(config, requests, capacity, target.embed_tokens.weight.dtype)
+    return prefill_chunk(target, drafter, config, state, tokens, jnp.zeros_like(state.lengths), lengths)
 
 
 def _positions(config: DecodeConfig, state: DecodeState) -> Int[Array, "R depth+1"]:
