@@ -9,9 +9,10 @@ from dspark_jax.config import (
     TreeSpec,
     default_taps,
 )
-from dspark_jax.decode_state import DecodeConfig, Verifier
+from dspark_jax.decode_state import DecodeConfig
 from dspark_jax.generation import Generation, generate, generate_chunks
 from dspark_jax.sampling import SamplingParams, request_keys, sampling_params
+from dspark_jax.verification.verifier import Verifier
 
 __all__ = [
     "DecodeConfig",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.decode_state import DecodeConfig, DecodeState, Requests, Verifier
+from dspark_jax.decode_state import DecodeConfig, DecodeState, Requests
 from dspark_jax.drafters import dspark
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.drafting.propose import propose
@@ -36,6 +36,7 @@ from dspark_jax.targets.decoder import (
 from dspark_jax.verification.block import verify_block
 from dspark_jax.verification.counting import count_round, zero_counts
 from dspark_jax.verification.rejection import reject
+from dspark_jax.verification.verifier import Verifier
 from dspark_jax.verification.walk import Verdict, walk
 
 

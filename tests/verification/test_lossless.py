@@ -10,13 +10,14 @@ import pytest
 from scipy import stats
 
 import dspark_jax
-from dspark_jax.decode_state import DecodeConfig, Verifier
+from dspark_jax.decode_state import DecodeConfig
 from dspark_jax.drafters import dspark
 from dspark_jax.drafting.chain import propose_chain
 from dspark_jax.layers.kv_cache import init_cache
 from dspark_jax.sampling import choose, filter_logits, log_law, position_noise, request_keys, sampling_params
 from dspark_jax.targets.decoder import forward_cached, forward_documents, target_logits
 from dspark_jax.verification.rejection import acceptance_log_probability, reject, residual_log_law
+from dspark_jax.verification.verifier import Verifier
 from dspark_jax.verification.walk import walk
 from tests.models import HEADS, drafter_config, pad, random_drafter, random_target, target_config
 from tests.test_sampling import reference_law
