@@ -1,0 +1,1 @@
+"""How much of a round's drafts is worth verifying."""
