@@ -36,7 +36,8 @@ class Generation:
     log_probabilities: Float[Array, "R max_new_tokens"] | None
 
 
-def _result(config: DecodeConfig, state: DecodeState) -> Generation:
+def generation_of(config: DecodeConfig, state: DecodeState) -> Generation:
+    """What the slots have generated so far."""
     lengths = state.lengths - state.prompt_lengths
     index = jnp.arange(config.max_new_tokens, dtype=jnp.int32)[None]
     columns = state.prompt_lengths[:, None] + index
@@ -92,7 +93,7 @@ def generate(
         state = jax.lax.while_loop(
             lambda state: ~jnp.all(state.done), lambda state: decode_round(target, drafter, config, state), state
         )
-        return _result(config, state)
+        return generation_of(config, state)
 
     requests = _requests(config, keys, sampling, max_tokens, confidence_threshold)
     return run(target, drafter, tokens, lengths, requests)
@@ -115,7 +116,7 @@ def _advance(target, drafter, state, rounds, config) -> tuple[DecodeState, Gener
         return decode_round(target, drafter, config, state), left - 1
 
     state, _ = jax.lax.while_loop(more, body, (state, rounds))
-    return state, _result(config, state)
+    return state, generation_of(config, state)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

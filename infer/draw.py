@@ -6,11 +6,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dspark_jax.io import Tokenizer
+from dspark_jax.io.report import save_figure
 from dspark_jax.proposals import Proposal
 from dspark_jax.verification.walk import Verdict
 from infer.batching import Batch
 from infer.decoding import Decoder
-from infer.report import save_figure
 from infer.round_parts import rounds_in_parts
 
 # Of so many rounds the one that shows most is drawn.

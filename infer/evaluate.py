@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from dspark_jax import Generation, TreeKind, Verifier, request_keys
 from dspark_jax.io import InputError, Prompt, write_json
+from dspark_jax.io.outputs import check_output, check_report
+from dspark_jax.io.report import environment
 from dspark_jax.verification.statistics import AcceptanceCounts, count_acceptance, first_difference, score_gap
 from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
 from infer.decoding import Decoder, decode_config, make_decoder
@@ -20,8 +22,6 @@ from infer.draw import draw_tree
 from infer.methods import Method, MethodName, chosen_methods
 from infer.models import describe, load_described, load_named, print_cache_size
 from infer.options import DecodingOptions
-from infer.outputs import check_output, check_report
-from infer.report import environment
 from infer.results import (
     Difference,
     Result,

@@ -14,12 +14,13 @@ from tqdm import tqdm
 
 from dspark_jax import Generation, Verifier, request_keys
 from dspark_jax.io import InputError, Prompt
+from dspark_jax.io.outputs import check_output
 from dspark_jax.verification.statistics import rounds_until
 from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
 from infer.decoding import Decoder, decode_config, make_decoder
 from infer.models import describe, load_described, load_named, print_cache_size, stamp
 from infer.options import DecodingOptions
-from infer.outputs import ResumableOutput, check_output
+from infer.outputs import ResumableOutput
 from infer.text import Texts, TextStream
 
 _ROUNDS_PER_CHUNK = 4

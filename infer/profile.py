@@ -20,12 +20,12 @@ from dspark_jax.drafters import dspark
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.drafting.chain import sequential_stage
 from dspark_jax.io import Drafter, InputError, Target, write_json
+from dspark_jax.io.outputs import check_report
+from dspark_jax.io.report import environment, save_figure, shown, table
 from dspark_jax.targets.decoder import TargetParams, head_weight
 from infer.batching import bucket
 from infer.models import describe, load_described, load_named
 from infer.options import ModelOptions
-from infer.outputs import check_report
-from infer.report import environment, save_figure, shown, table
 
 _WIDTHS = (1, 2, 4, 8)
 # More than the caches of most processors hold.

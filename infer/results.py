@@ -8,9 +8,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from dspark_jax import TreeKind, Verifier
+from dspark_jax.io.report import number, save_figure, shown, table
 from dspark_jax.verification.statistics import AcceptanceCounts
 from infer.methods import Method
-from infer.report import number, save_figure, shown, table
 from infer.round_parts import PARTS
 
 _POOLED = "pooled"

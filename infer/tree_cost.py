@@ -19,9 +19,9 @@ from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.drafters.markov import MarkovHead
 from dspark_jax.drafting.pctree import pctree_of_logits
 from dspark_jax.io import InputError, write_json
+from dspark_jax.io.outputs import check_output
+from dspark_jax.io.report import environment, table
 from dspark_jax.layers.linear import Embedding, Linear
-from infer.outputs import check_output
-from infer.report import environment, table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

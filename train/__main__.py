@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 from dspark_jax.io import command_line
 from dspark_jax.io.command_line import Command
-from train import byte_model, export, fit, regenerate, stdlib_prompts
+from train import byte_model, calibrate, export, fit, regenerate, stdlib_prompts
 from train.fit_config import FitConfig
 
 COMMANDS = {
     "regenerate": Command(regenerate.RegenerateConfig, regenerate.main),
     "fit": Command(FitConfig, fit.main),
+    "calibrate": Command(calibrate.CalibrateConfig, calibrate.main),
     "export": Command(export.ExportConfig, export.main),
     "byte-model": Command(byte_model.ByteModelConfig, byte_model.main),
     "stdlib-prompts": Command(stdlib_prompts.StdlibPromptsConfig, stdlib_prompts.main),

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from dspark_jax import DecodeConfig, generate, request_keys, sampling_params
@@ -27,9 +26,8 @@ from dspark_jax.io import (
     write_json,
     write_jsonl,
 )
+from train.conversations import converse, make_batch
 from train.data import file_digest
-
-_SHORTEST = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,7 @@ def main(config: RegenerateConfig) -> None:
     ):
         for begin in batches:
             group = prompts[begin : begin + config.batch_size]
-            for row in _converse(sampler, group, begin):
+            for row in _lines(sampler, group, begin):
                 writer.write(row)
             bar.set_postfix_str(f"{sampler.rate:.0f} tokens/s", refresh=False)
             bar.update(len(group))
@@ -186,70 +184,41 @@ class _Sampler:
 
     def __call__(self, contexts: Sequence[list[int] | None], begin: int, turn: int) -> Iterator[tuple[list[int], bool]]:
         """(new tokens, whether an EOS ended them) for prompts `begin`, … of which those without context rest."""
-        rows, context = self._config.batch_size, self._target.config.max_position_embeddings
-        longest = max(len(ids) for ids in contexts if ids is not None)
-        tokens = np.zeros((rows, _bucket(longest)), np.int32)
-        lengths, most, temperatures = np.ones(rows, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.float32)
-        indices = np.zeros(rows, np.int32)
-        for row, ids in enumerate(contexts):
-            if ids is not None:
-                tokens[row, : len(ids)], lengths[row] = ids, len(ids)
-                most[row] = min(self._config.max_new_tokens, context - len(ids))
-                temperatures[row], indices[row] = self.temperature(begin + row), begin + row
-        keys = self._keys[indices]
-        if turn:
-            # A template may shorten earlier turns, so that a position returns; its noise must not.
-            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, turn)
-        sampling = sampling_params(rows).replace(temperature=jnp.asarray(temperatures))
+        rows, room = self._config.batch_size, self._target.config.max_position_embeddings
+        batch = make_batch(contexts, begin, turn, rows, room, self._config.max_new_tokens, self._keys)
+        temperatures = [self.temperature(index) for index in batch.indices]
+        sampling = sampling_params(rows).replace(temperature=jnp.asarray(temperatures, jnp.float32))
         params = None if self._drafter is None else self._drafter.params
-        result = generate(self._target.params, params, tokens, lengths, keys, self._decode, sampling, jnp.asarray(most))
+        result = generate(
+            self._target.params,
+            params,
+            batch.tokens,
+            batch.lengths,
+            batch.keys,
+            self._decode,
+            sampling,
+            jnp.asarray(batch.max_tokens),
+        )
         tokens, lengths, stopped = jax.device_get((result.tokens, result.lengths, result.stopped))
         self.tokens += int(lengths.sum())
         for row in range(len(contexts)):
             yield tokens[row, : lengths[row]].tolist(), bool(stopped[row])
 
 
-def _bucket(length: int) -> int:
-    """32, 64, 128, …: each length is a compiled program."""
-    return max(_SHORTEST, 1 << (length - 1).bit_length())
-
-
-def _converse(sampler: _Sampler, prompts: Sequence[Prompt], begin: int) -> list[dict[str, Any]]:
+def _lines(sampler: _Sampler, prompts: Sequence[Prompt], begin: int) -> list[dict[str, Any]]:
     """The output lines of one batch, in the order of the prompts and their turns."""
     lines: list[list[dict[str, Any]]] = [[] for _ in prompts]
-    replies: list[list[str]] = [[] for _ in prompts]
-    for turn in range(max(prompt.num_turns for prompt in prompts)):
-        contexts = [_context(prompt, turn, said) for prompt, said in zip(prompts, replies, strict=True)]
-        if all(ids is None for ids in contexts):
-            break
-        for row, (output, stopped) in enumerate(sampler(contexts, begin, turn)):
-            prompt, ids = prompts[row], contexts[row]
-            if ids is None:
-                continue
-            line = {
-                "index": begin + row,
-                "turn": turn,
-                "input_ids": ids,
-                "output_ids": output,
-                "temperature": sampler.temperature(begin + row),
-                "finish_reason": "stop" if stopped else "length",
-            }
-            if prompt.turns is not None or prompt.messages is not None:
-                before = prompt.messages or prompt.turn_messages(turn, replies[row])
-                reply = prompt.encoder.tokenizer.decode(output)
-                replies[row].append(reply)
-                line["messages"] = [*before, {"role": "assistant", "content": reply}]
-            lines[row].append(line)
+    for answer in converse(lambda contexts, turn: sampler(contexts, begin, turn), prompts):
+        index = begin + answer.row
+        line = {
+            "index": index,
+            "turn": answer.turn,
+            "input_ids": answer.input_ids,
+            "output_ids": answer.output_ids,
+            "temperature": sampler.temperature(index),
+            "finish_reason": "stop" if answer.stopped else "length",
+        }
+        if answer.messages is not None:
+            line["messages"] = answer.messages
+        lines[answer.row].append(line)
     return [line for conversation in lines for line in conversation]
-
-
-def _context(prompt: Prompt, turn: int, replies: list[str]) -> list[int] | None:
-    """Ids of a turn, or None where there is no such turn or, after the first, no more room for it."""
-    if turn >= prompt.num_turns or len(replies) < turn:
-        return None
-    try:
-        return prompt.turn_ids(turn, replies)
-    except InputError:
-        if turn == 0:
-            raise
-        return None

@@ -1,6 +1,7 @@
 """Drafters: DeepSpec, DFlash and JetSpec folders, read and written exactly."""
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,11 +33,12 @@ _EMBEDDING_TOLERANCE = 0.1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drafter:
-    """A loaded drafter."""
+    """A loaded drafter. `fingerprint` is a short hash of its config and of some of its stored values."""
 
     config: DrafterConfig
     params: DrafterParams
     name: str
+    fingerprint: str
 
 
 def load_drafter(
@@ -66,7 +68,8 @@ def load_drafter(
         raise InputError(f"{path}: {error}") from error
     name = folder.resolve().name if Path(source).is_dir() else str(source)
     with SafetensorsSource(folder) as tensors:
-        return Drafter(config, _load(tensors, config, target, dtype, mesh), name)
+        params = _load(tensors, config, target, dtype, mesh)
+        return Drafter(config, params, name, _fingerprint(tensors, config))
 
 
 def _load(
@@ -96,6 +99,16 @@ def _load(
         rows = head if params.draft_token_ids is None else head[params.draft_token_ids]
         params = params.replace(lm_head=Linear(weight=rows))
     return params
+
+
+def _fingerprint(source: TensorSource, config: DrafterConfig) -> str:
+    """The same whatever the dtype and the mesh that the drafter is loaded with; another after training goes on."""
+    digest = hashlib.sha256(repr(config).encode())
+    for name, shape in sorted(source.shapes().items()):
+        if name not in ("embed_tokens.weight", "lm_head.weight"):
+            few = (slice(0, min(4, shape[0])), *(slice(None) for _ in shape[1:]))
+            digest.update(np.asarray(source.read(name, few), np.float32).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _draft_token_ids(source: TensorSource, config: DrafterConfig) -> np.ndarray:

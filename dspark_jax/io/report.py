@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from matplotlib.figure import Figure
 
-from dspark_jax.io import atomic_file
+from dspark_jax.io.files import atomic_file
 
 
 def environment() -> dict[str, Any]:
