@@ -1,0 +1,7 @@
+"""Continuous batching: a host loop over compiled rounds of fixed shapes."""
+
+from dspark_jax.serving.engine import Engine, EngineConfig
+from dspark_jax.serving.measure import measure_steps
+from dspark_jax.serving.requests import Request, Result, Update
+
+__all__ = ["Engine", "EngineConfig", "Request", "Result", "Update", "measure_steps"]
