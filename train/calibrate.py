@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from dspark_jax import DecodeConfig, TreeKind, TreeSpec, Verifier, sampling_params
 from dspark_jax.io import (
+    CalibrationLaw,
     Drafter,
     InputError,
     PromptEncoder,
@@ -20,7 +21,6 @@ from dspark_jax.io import (
     read_prompts,
     write_json,
 )
-from dspark_jax.io.calibration import CalibrationLaw
 from dspark_jax.io.drafter_config import drafter_config_from_fields
 from dspark_jax.io.outputs import check_report
 from dspark_jax.io.report import environment

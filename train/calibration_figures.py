@@ -108,7 +108,8 @@ class Figures:
     def tables(self) -> str:
         """The temperatures, and ECE and ROC-AUC by position, pooled and by file."""
         fields, positions = self.fields(), range(len(self.temperatures))
-        groups = {POOLED: fields["positions"], **fields["files"]}
+        several = len(fields["files"]) > 1
+        groups = {POOLED: fields["positions"], **(fields["files"] if several else {})}
         text = table([["position", *positions], ["temperature", *(shown(t, 3) for t in self.temperatures)]]) + "\n"
         for title, digits, keys in (
             ("ECE of the prefix survival to position", 4, {"before": "ece_before", "after": "ece_after"}),
@@ -123,7 +124,7 @@ class Figures:
         if self.edge_map is not None:
             fitted = fields["edge_map"]
             rows = [["edges of trees", "edges", "ECE before", "ECE after", "ROC-AUC"]]
-            for name, group in {POOLED: fitted, **fitted["files"]}.items():
+            for name, group in {POOLED: fitted, **(fitted["files"] if several else {})}.items():
                 errors = [shown(group[key], 4) for key in ("ece_before", "ece_after")]
                 rows.append([name, group["num_edges"], *errors, shown(group["roc_auc"], 3)])
             law = f"sigmoid({fitted['alpha']:.3f}·logit(q) {fitted['beta']:+.3f})"
@@ -143,7 +144,7 @@ class Figures:
         rows, columns = -(-len(panels) // _COLUMNS), min(len(panels), _COLUMNS)
         figure = Figure(figsize=(3 * columns, 3 * rows + 0.6), layout="constrained")
         figure.suptitle(title)
-        grid = figure.subplots(rows, columns, squeeze=False).flat
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, (name, (predicted, calibrated, outcomes)) in zip(grid, panels.items(), strict=False):
             axes.set_title(name, fontsize="medium")
             axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
@@ -151,7 +152,7 @@ class Figures:
             _draw(axes, "after", (calibrated, outcomes))
             axes.set(xlim=(0, 1), ylim=(0, 1))
             axes.legend(fontsize="small")
-        for axes in list(grid)[len(panels) :]:
+        for axes in grid[len(panels) :]:
             axes.set_axis_off()
         figure.supxlabel("predicted survival")
         figure.supylabel("accepted")

@@ -1,5 +1,6 @@
-"""Everything that touches a file: models, tokenizers, prompts, JSON, and the one-line error."""
+"""Everything that touches a file: models, calibrations, tokenizers, prompts, JSON, and the one-line error."""
 
+from dspark_jax.io.calibration import Calibration, CalibrationLaw, EdgeMap, load_calibration
 from dspark_jax.io.drafter import Drafter, load_drafter, save_drafter
 from dspark_jax.io.drafter_config import from_engine_layer_ids, to_engine_layer_ids
 from dspark_jax.io.errors import InputError
@@ -20,7 +21,10 @@ from dspark_jax.io.target import Target, load_target, save_target
 from dspark_jax.io.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 __all__ = [
+    "Calibration",
+    "CalibrationLaw",
     "Drafter",
+    "EdgeMap",
     "InputError",
     "JsonlWriter",
     "Prompt",
@@ -32,6 +36,7 @@ __all__ = [
     "byte_tokenizer",
     "check_messages",
     "from_engine_layer_ids",
+    "load_calibration",
     "load_drafter",
     "load_target",
     "load_tokenizer",
