@@ -206,3 +206,16 @@ def test_yaml_and_overrides(infer, tmp_path, files, models, prompts):
     assert outcome.code == 0, outcome.error
     assert not (tmp_path / "a.jsonl").exists()
     assert len(files.read_lines(tmp_path / "b.jsonl")) == 4
+
+
+def test_a_tree_writes_the_chains_tokens(infer, tmp_path, models, prompts, files):
+    lines = {}
+    for name, tree in {"chain": {}, "tree": {"tree": "pctree", "tree_k": 3, "tree_budget": 12}}.items():
+        output = tmp_path / f"{name}.jsonl"
+        outcome = infer("generate", **models, prompts=prompts, output=output, max_new_tokens=48, **tree)
+        assert outcome.code == 0, outcome.error
+        lines[name] = files.read_lines(output)
+    for chain, tree in zip(lines["chain"], lines["tree"], strict=True):
+        assert tree["output_ids"] == chain["output_ids"]
+        assert set(chain["verified_nodes"]) == {8} and set(tree["verified_nodes"]) == {12}
+        assert len(tree["verified_nodes"]) == len(tree["accepted_lengths"]) < len(chain["accepted_lengths"])
