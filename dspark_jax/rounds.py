@@ -44,12 +44,13 @@ from dspark_jax.verification.walk import Verdict, walk
 class Verification:
     """One pass of the target over a proposal's nodes, and what it decides.
 
-    `cache` holds every node's K/V, at the slots behind the prefix. `features` are those along the accepted path.
+    `cache` holds every node's K/V, at the slots behind the prefix. `features` [R, T, …], T up to depth + 1, are those
+    along the accepted path.
     """
 
     verdict: Verdict
     cache: Any
-    features: Float[Array, "R depth+1 features"] | None
+    features: Float[Array, "R T features"] | None
     log_probabilities: Float[Array, "R depth+1"] | None
 
 
@@ -159,9 +160,9 @@ def prefill(
     return prefill_chunk(target, drafter, config, state, tokens, jnp.zeros_like(state.lengths), lengths)
 
 
-def _positions(config: DecodeConfig, state: DecodeState) -> Int[Array, "R depth+1"]:
+def _positions(state: DecodeState, depth: int) -> Int[Array, "R depth+1"]:
     """Absolute indices of the tokens that a round chooses, after nodes of depth 0, 1, …"""
-    return state.lengths[:, None] + jnp.arange(config.depth + 1, dtype=jnp.int32)[None]
+    return state.lengths[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)[None]
 
 
 def _noise_at(config: DecodeConfig, state: DecodeState, positions: Int[Array, "R T"]) -> Float[Array, "R T V"]:
@@ -171,9 +172,12 @@ def _noise_at(config: DecodeConfig, state: DecodeState, positions: Int[Array, "R
     return gumbel(purpose_keys(requests.keys, state.counts.rounds, positions, Purpose.RESIDUAL), vocab_size)
 
 
-def target_noise(config: DecodeConfig, state: DecodeState) -> Float[Array, "R depth+1 V"]:
-    """The target's noise for a round's tokens, by depth: keyed by position alone only where it is coupled."""
-    return _noise_at(config, state, _positions(config, state))
+def target_noise(config: DecodeConfig, state: DecodeState, depth: int | None = None) -> Float[Array, "R depth+1 V"]:
+    """The target's noise for a round's tokens, by depth: keyed by position alone only where it is coupled.
+
+    `depth`: of the deepest node, by default what drafts may reach.
+    """
+    return _noise_at(config, state, _positions(state, config.depth if depth is None else depth))
 
 
 def draft_hidden(drafter: DrafterParams, config: DecodeConfig, state: DecodeState) -> Float[Array, "R gamma d"]:
@@ -212,7 +216,7 @@ def draft(
         adjust = noiseless
     elif config.verifier is not Verifier.COUPLED:
         law = draft_law
-        keys = purpose_keys(requests.keys, state.counts.rounds, _positions(config, state)[:, :-1], Purpose.DRAFT)
+        keys = purpose_keys(requests.keys, state.counts.rounds, _positions(state, config.depth)[:, :-1], Purpose.DRAFT)
         draft_noise = gumbel(keys, config.drafter.draft_vocab_size)
     anchors, _ = state.anchors
     with jax.named_scope("draft.sequential"):
@@ -258,16 +262,17 @@ def verify(
         logits = target_logits(target, config.target, out.hidden)
         verdict = _decide(config, state, proposal, logits, noise, packing)
 
-    def on_path(x: Array) -> Array:
+    def on_path(x: Array, nodes: Int[Array, "R T"]) -> Array:
         if packing is None:
-            return jnp.take_along_axis(x, verdict.nodes[..., None], axis=1)
-        return packing.at_nodes(x, verdict.nodes)
+            return jnp.take_along_axis(x, nodes[..., None], axis=1)
+        return packing.at_nodes(x, nodes)
 
     log_probabilities = None
     if config.log_probabilities:
-        log_probabilities = _token_log_probabilities(on_path(logits), verdict.tokens)
-    chain_as_it_is = config.tree is None and packing is None
-    features = out.features if chain_as_it_is or out.features is None else on_path(out.features)
+        log_probabilities = _token_log_probabilities(on_path(logits, verdict.nodes), verdict.tokens)
+    features = out.features
+    if features is not None and (config.tree is not None or packing is not None):
+        features = on_path(features, verdict.nodes[:, : proposal.tokens.shape[1]])
     return Verification(verdict, out.cache, features, log_probabilities)
 
 
@@ -289,9 +294,11 @@ def _decide(
     def spread(x: Array) -> Array:
         return x if packing is None else packing.scatter(x[:, 0])
 
-    if config.drafter is None or config.verifier in (Verifier.COUPLED, Verifier.TARGET_WALK):
+    if config.drafter is None or proposal.tokens.shape[1] == 1 or not config.verifier.chains_only:
         return walk(proposal, spread(choose(filtered, own_noise, sampling)), config.depth)
-    keys = purpose_keys(state.requests.keys, state.counts.rounds, _positions(config, state)[:, :-1], Purpose.ACCEPT)
+    keys = purpose_keys(
+        state.requests.keys, state.counts.rounds, _positions(state, config.depth)[:, :-1], Purpose.ACCEPT
+    )
     uniform = jax.vmap(jax.vmap(jax.random.uniform))(keys).astype(filtered.dtype)
     accept = reject if config.verifier is Verifier.REJECTION else verify_block
     return accept(proposal, spread(log_law(filtered, sampling)), uniform, noise)
@@ -321,14 +328,19 @@ def commit(
     return _append(state, config, verdict.tokens, verdict.accepted + 1, verification.log_probabilities)
 
 
+def anchors_alone(state: DecodeState, width: int = 1) -> Proposal:
+    """No drafts: a plain decoding step, in a pass of `width` nodes."""
+    anchors, _ = state.anchors
+    tokens = jnp.broadcast_to(anchors[:, None], (anchors.shape[0], width))
+    return chain(tokens, jnp.zeros(anchors.shape[0], jnp.int32))
+
+
 def propose_round(
     drafter: DrafterParams | None, config: DecodeConfig, state: DecodeState, noise: Float[Array, "R depth+1 V"]
 ) -> Proposal:
     """Both stages of drafting; in plain decoding the anchor alone."""
     if drafter is None:
-        anchors, _ = state.anchors
-        tokens = jnp.broadcast_to(anchors[:, None], (anchors.shape[0], config.width))
-        return chain(tokens, jnp.zeros(anchors.shape[0], jnp.int32))
+        return anchors_alone(state, config.width)
     return draft(drafter, config, state, draft_hidden(drafter, config, state), noise)
 
 

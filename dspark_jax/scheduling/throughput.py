@@ -14,11 +14,13 @@ class StepTable:
     """Measured rates of the verification step, one for each bucket.
 
     `capacities`: tokens that a bucket holds, roots included, ascending. `steps_per_second`: of the program of that
-    bucket, which costs the same however many of its tokens are padding.
+    bucket, drafting included, which costs the same however many of its tokens are padding. `plain_steps_per_second`: of
+    steps that draft nothing, or None where they were not measured.
     """
 
     capacities: Int[Array, "b"]
     steps_per_second: Float[Array, "b"]
+    plain_steps_per_second: Float[Array, "b"] | None = None
 
 
 def validate_table(table: StepTable) -> None:
@@ -31,13 +33,19 @@ def validate_table(table: StepTable) -> None:
         )
     if capacities[0] < 1 or (np.diff(capacities) <= 0).any():
         raise ValueError(f"step table: capacities {capacities.tolist()} must be positive and ascending")
-    wrong = ~(np.isfinite(rates) & (rates > 0))
-    if wrong.any():
-        bucket = int(np.argmax(wrong))
-        raise ValueError(
-            f"step table: steps_per_second of bucket {capacities[bucket]} is {rates[bucket]}, which must be finite and "
-            "positive; measure again"
-        )
+    named = {"steps_per_second": rates}
+    if table.plain_steps_per_second is not None:
+        named["plain_steps_per_second"] = np.asarray(table.plain_steps_per_second)
+    for name, values in named.items():
+        if values.shape != capacities.shape:
+            raise ValueError(f"step table: {name} {list(values.shape)} must have one rate a bucket")
+        wrong = ~(np.isfinite(values) & (values > 0))
+        if wrong.any():
+            bucket = int(np.argmax(wrong))
+            raise ValueError(
+                f"step table: {name} of bucket {capacities[bucket]} is {values[bucket]}, which must be finite and "
+                "positive; measure again"
+            )
 
 
 def is_flat(table: StepTable) -> bool:
@@ -57,6 +65,15 @@ def _bucket(table: StepTable, tokens: Int[Array, "..."]) -> Int[Array, "..."]:
 def steps_per_second_at(table: StepTable, tokens: Int[Array, "..."]) -> Float[Array, "..."]:
     """SPS(B), a staircase: the rate of the smallest bucket that holds B tokens, and 0 where none does."""
     return table.steps_per_second.at[_bucket(table, tokens)].get(mode="fill", fill_value=0)
+
+
+def plain_steps_per_second_at(table: StepTable, tokens: int) -> float:
+    """SPS of a step that drafts nothing for so many requests; 0 where it was not measured. On the host only."""
+    if table.plain_steps_per_second is None:
+        return 0.0
+    index = int(np.searchsorted(np.asarray(table.capacities), tokens))
+    rates = np.asarray(table.plain_steps_per_second)
+    return float(rates[index]) if index < len(rates) else 0.0
 
 
 def bucket_capacity(table: StepTable, tokens: Int[Array, "..."]) -> Int[Array, "..."]:

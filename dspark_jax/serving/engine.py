@@ -15,13 +15,22 @@ from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.sampling import request_keys, sampling_params
 from dspark_jax.scheduling.policy import Policy, PolicyKind, check_lossless
 from dspark_jax.scheduling.survival import SurvivalMap, uncalibrated
-from dspark_jax.scheduling.throughput import StepTable, is_flat, validate_table
-from dspark_jax.serving.programs import Report, admit, draft_and_schedule, empty_state, verify_and_commit
+from dspark_jax.scheduling.throughput import StepTable, is_flat, plain_steps_per_second_at, validate_table
+from dspark_jax.serving.programs import (
+    Report,
+    admit,
+    draft_and_schedule,
+    empty_state,
+    plain_step,
+    verify_and_commit,
+)
 from dspark_jax.serving.requests import Request, Result, Update
 from dspark_jax.targets.decoder import TargetParams
 
 _BUCKETS = 6
 _SHORTEST_PREFILL = 32
+# Where decoding plainly is faster, so many rounds pass until a drafted one asks again.
+_PLAIN_ROUNDS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,15 +101,17 @@ class _Pending:
     report: Report
     members: list[_Running]
     round: bool
+    drafted: bool = False
 
 
 @dataclasses.dataclass
 class Statistics:
-    """`rounds` dispatched, of which `late` began only after the device had already finished the round before: the host
-    kept it waiting. `scheduled_tokens` over `bucket_tokens`: how full the buckets were.
+    """`rounds` dispatched, of which `plain` drafted nothing, and `late` were dispatched only after the device had
+    finished the round before: the host kept it waiting. `scheduled_tokens` over `bucket_tokens`: how full buckets were.
     """
 
     rounds: int = 0
+    plain: int = 0
     late: int = 0
     prefills: int = 0
     bucket_tokens: int = 0
@@ -110,8 +121,9 @@ class Statistics:
 class Engine:
     """Requests come and go in slots of one compiled program's state; the output's law is exactly the target's.
 
-    `table`: steps per second of each bucket (`measure_steps`). With a flat one everything is verified. `survival`:
-    calibration, by default none. With a mesh, weights are expected sharded over it.
+    `table`: steps per second of each bucket (`measure_steps`). With a flat one everything is verified; where it says
+    that plain steps are faster, a stale capacity drafts nothing and asks again now and then. `survival`: calibration,
+    by default none. With a mesh, weights are expected sharded over it.
     """
 
     def __init__(
@@ -139,6 +151,7 @@ class Engine:
         self._cancelled: set[Hashable] = set()
         self._ended = np.zeros(config.slots, bool)
         self._best_drafts: int | None = None
+        self._plain_left, self._plain_bucket = 0, 0
         dtype = target.embed_tokens.weight.dtype
         with self._on_mesh():
             self._state = empty_state(config.decode, self._requests([]), config.capacity, dtype)
@@ -294,6 +307,16 @@ class Engine:
         statistics, policy = self.statistics, self.config.policy
         if self._pending and all(leaf.is_ready() for leaf in jax.tree.leaves(self._pending[-1].report)):
             statistics.late += 1
+        statistics.rounds += 1
+        if self._plainly(len(active)):
+            bucket = self._bucket(len(active))
+            self._state, report = plain_step(
+                self._target, self._drafter, self.config.decode, bucket, self._state, jnp.asarray(self._ended)
+            )
+            self._pending.append(_Pending(report, active, True))
+            statistics.plain += 1
+            statistics.bucket_tokens += bucket
+            return
         bucket = self._bucket(self._wanted(len(active)))
         self._state, drafted = draft_and_schedule(
             self._drafter,
@@ -311,9 +334,27 @@ class Engine:
         self._state, report = verify_and_commit(
             self._target, self._drafter, self.config.decode, bucket, self._state, drafted
         )
-        self._pending.append(_Pending(report, active, True))
-        statistics.rounds += 1
+        self._pending.append(_Pending(report, active, True, drafted=True))
         statistics.bucket_tokens += bucket
+
+    def _plainly(self, active: int) -> bool:
+        """Whether the next round drafts nothing: by policy, or because rounds that draft were found slower."""
+        policy = self.config.policy
+        if self._drafter is None or (policy.kind is PolicyKind.FIXED and policy.length == 0):
+            return True
+        if self._plain_left == 0 or self._bucket(active) != self._plain_bucket:
+            self._plain_left = 0
+            return False
+        self._plain_left -= 1
+        return True
+
+    def _learn(self, pending: _Pending, report: Report) -> None:
+        """What a drafted round says about rounds to come. It is two rounds old, or more, when one heeds it."""
+        self._best_drafts = int(report.best_drafts)
+        active = len(pending.members)
+        plain = active * plain_steps_per_second_at(self._table, active)
+        if self.config.policy.kind is PolicyKind.STALE_CAPACITY and plain > float(report.best_throughput):
+            self._plain_left, self._plain_bucket = _PLAIN_ROUNDS, self._bucket(active)
 
     def _wanted(self, active: int) -> int:
         """Tokens of the next verification as far as they are known before it is drafted."""
@@ -351,8 +392,8 @@ class Engine:
             elif new:
                 running.tokens += new
                 updates.append(Update(id=running.request.id, tokens=tuple(new)))
-        if pending.round:
-            self._best_drafts = int(host.best_drafts)
+        if pending.drafted:
+            self._learn(pending, host)
         return updates
 
     def _finish(self, running: _Running, new: Sequence[int], reason: str, on_device: bool) -> Update:

@@ -14,7 +14,7 @@ from dspark_jax.scheduling.policy import Policy
 from dspark_jax.scheduling.survival import uncalibrated
 from dspark_jax.scheduling.throughput import StepTable
 from dspark_jax.serving.engine import EngineConfig
-from dspark_jax.serving.programs import draft_and_schedule, empty_state, verify_and_commit
+from dspark_jax.serving.programs import draft_and_schedule, empty_state, plain_step, verify_and_commit
 from dspark_jax.targets.decoder import TargetParams
 
 
@@ -26,23 +26,29 @@ def measure_steps(
     repeats: int = 7,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> StepTable:
-    """The table of `config.buckets`: rounds a second, drafting included, with full buckets at `context` tokens.
+    """The table of `config.buckets`: rounds a second, with drafts and without, in full buckets at `context` tokens.
 
     Buckets are measured in turn, `repeats` times after one that compiles; medians count. `progress` wraps the turns.
     Call it under the engine's mesh.
     """
     state = _full_state(target, config, context)
-    seconds = np.zeros((repeats + 1, len(config.buckets)))
+    # The smallest bucket that holds all roots; a plain step needs none larger.
+    enough = next(column for column, bucket in enumerate(config.buckets) if bucket >= config.slots)
+    seconds = np.zeros((repeats + 1, 2, len(config.buckets)))
     for turn in progress(range(repeats + 1)):
         for column, bucket in enumerate(config.buckets):
             active = jnp.arange(config.slots, dtype=jnp.int32) < bucket
-            state = state.replace(lengths=jnp.full(config.slots, context, jnp.int32), done=~active)
-            jax.block_until_ready(state)
-            begin = time.perf_counter()
-            state = _one_round(target, drafter, config, state, bucket)
-            seconds[turn, column] = time.perf_counter() - begin
-    rates = 1 / np.median(seconds[1:], axis=0)
-    return StepTable(jnp.asarray(config.buckets, jnp.int32), jnp.asarray(rates, jnp.float32))
+            for row, run in enumerate((_drafted_round, _plain_round)):
+                if run is _plain_round and column > enough:
+                    seconds[turn, row, column] = seconds[turn, row, enough]
+                    continue
+                state = state.replace(lengths=jnp.full(config.slots, context, jnp.int32), done=~active)
+                jax.block_until_ready(state)
+                begin = time.perf_counter()
+                state = run(target, drafter, config, state, bucket)
+                seconds[turn, row, column] = time.perf_counter() - begin
+    drafted, plain = jnp.asarray(1 / np.median(seconds[1:], axis=0), jnp.float32)
+    return StepTable(jnp.asarray(config.buckets, jnp.int32), drafted, plain)
 
 
 def _full_state(target: TargetParams, config: EngineConfig, context: int) -> DecodeState:
@@ -55,7 +61,7 @@ def _full_state(target: TargetParams, config: EngineConfig, context: int) -> Dec
     return empty_state(config.decode, requests, config.capacity, target.embed_tokens.weight.dtype)
 
 
-def _one_round(target, drafter, config: EngineConfig, state: DecodeState, bucket: int) -> DecodeState:
+def _drafted_round(target, drafter, config: EngineConfig, state: DecodeState, bucket: int) -> DecodeState:
     # Any table will do: a stale capacity fills the bucket whatever it says.
     table = StepTable(jnp.asarray(config.buckets, jnp.int32), jnp.ones(len(config.buckets), jnp.float32))
     state, drafted = draft_and_schedule(
@@ -69,5 +75,11 @@ def _one_round(target, drafter, config: EngineConfig, state: DecodeState, bucket
         jnp.asarray(bucket, jnp.int32),
     )
     state, report = verify_and_commit(target, drafter, config.decode, bucket, state, drafted)
+    jax.block_until_ready(report)
+    return state
+
+
+def _plain_round(target, drafter, config: EngineConfig, state: DecodeState, bucket: int) -> DecodeState:
+    state, report = plain_step(target, drafter, config.decode, bucket, state, jnp.zeros(config.slots, bool))
     jax.block_until_ready(report)
     return state

@@ -11,7 +11,16 @@ from jaxtyping import Array, Bool, Float, Int
 from dspark_jax.decode_state import DecodeConfig, DecodeState, Requests
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.proposals import Proposal
-from dspark_jax.rounds import begin_round, commit, init_state, prefill_chunk, propose_round, target_noise, verify
+from dspark_jax.rounds import (
+    anchors_alone,
+    begin_round,
+    commit,
+    init_state,
+    prefill_chunk,
+    propose_round,
+    target_noise,
+    verify,
+)
 from dspark_jax.scheduling.policy import Policy, PolicyKind
 from dspark_jax.scheduling.prefix_scheduler import (
     Schedule,
@@ -22,7 +31,7 @@ from dspark_jax.scheduling.prefix_scheduler import (
     threshold,
 )
 from dspark_jax.scheduling.survival import SurvivalMap, forest_of
-from dspark_jax.scheduling.throughput import StepTable
+from dspark_jax.scheduling.throughput import StepTable, steps_per_second_at
 from dspark_jax.targets.decoder import TargetParams
 
 
@@ -30,13 +39,15 @@ from dspark_jax.targets.decoder import TargetParams
 class Drafted:
     """A round before its verification. `proposal.valid` are the nodes scheduled, `tokens` their number.
 
-    `best_drafts`: drafts, without roots, of the schedule of the largest throughput by this round's confidences.
+    `best_drafts`: drafts, without roots, of the schedule of the largest throughput by this round's confidences;
+    `best_throughput`: that, in tokens a second.
     """
 
     proposal: Proposal
     noise: Float[Array, "R depth+1 V"]
     tokens: Int[Array, ""]
     best_drafts: Int[Array, ""]
+    best_throughput: Float[Array, ""]
 
 
 @struct.dataclass
@@ -50,6 +61,7 @@ class Report:
     done: Bool[Array, "R"]
     stopped: Bool[Array, "R"]
     best_drafts: Int[Array, ""]
+    best_throughput: Float[Array, ""]
 
 
 empty_state = jax.jit(init_state, static_argnames=("config", "capacity", "dtype"))
@@ -81,7 +93,8 @@ def admit(
     first = jnp.take_along_axis(row.tokens, length[None, None], axis=1)
     whole = start + tokens.shape[1] >= length
     one = jnp.where(whole, 1, 0)[None].astype(jnp.int32)
-    report = Report(first, one, one, one, row.done & whole, row.stopped, jnp.zeros((), jnp.int32))
+    nothing = (jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
+    report = Report(first, one, one, one, row.done & whole, row.stopped, *nothing)
 
     def put(axis: int, x: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis)
@@ -125,8 +138,34 @@ def draft_and_schedule(
     with jax.named_scope("schedule"):
         forest = forest_of(proposal, survival, active)
         schedule = _schedule(policy, forest, table, limit)
-        best = global_best(forest, table).tokens - jnp.sum(active, dtype=jnp.int32)
-    return state, Drafted(proposal.replace(valid=schedule.nodes), noise, schedule.tokens, best)
+        best = global_best(forest, table)
+        throughput = best.expected * steps_per_second_at(table, best.tokens).astype(best.expected.dtype)
+    drafts = best.tokens - jnp.sum(active, dtype=jnp.int32)
+    return state, Drafted(proposal.replace(valid=schedule.nodes), noise, schedule.tokens, drafts, throughput)
+
+
+def _verify(
+    target: TargetParams,
+    drafter: DrafterParams | None,
+    config: DecodeConfig,
+    capacity: int,
+    state: DecodeState,
+    drafted: Drafted,
+) -> tuple[DecodeState, Report]:
+    before = state.lengths
+    verification = verify(target, config, state, drafted.proposal, drafted.noise, capacity)
+    state = commit(drafter, config, state, drafted.proposal, verification)
+    report = Report(
+        tokens=verification.verdict.tokens,
+        kept=state.lengths - before,
+        accepted_lengths=verification.verdict.accepted + 1,
+        verified_nodes=jnp.sum(drafted.proposal.valid, axis=1, dtype=jnp.int32),
+        done=state.done,
+        stopped=state.stopped,
+        best_drafts=drafted.best_drafts,
+        best_throughput=drafted.best_throughput,
+    )
+    return state, report
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacity"), donate_argnames="state")
@@ -139,16 +178,20 @@ def verify_and_commit(
     drafted: Drafted,
 ) -> tuple[DecodeState, Report]:
     """Verifies the scheduled nodes in a bucket of `capacity` tokens, and commits what was accepted."""
-    before = state.lengths
-    verification = verify(target, config, state, drafted.proposal, drafted.noise, capacity)
-    state = commit(drafter, config, state, drafted.proposal, verification)
-    report = Report(
-        tokens=verification.verdict.tokens,
-        kept=state.lengths - before,
-        accepted_lengths=verification.verdict.accepted + 1,
-        verified_nodes=jnp.sum(drafted.proposal.valid, axis=1, dtype=jnp.int32),
-        done=state.done,
-        stopped=state.stopped,
-        best_drafts=drafted.best_drafts,
-    )
-    return state, report
+    return _verify(target, drafter, config, capacity, state, drafted)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "capacity"), donate_argnames="state")
+def plain_step(
+    target: TargetParams,
+    drafter: DrafterParams | None,
+    config: DecodeConfig,
+    capacity: int,
+    state: DecodeState,
+    ended: Bool[Array, "R"],
+) -> tuple[DecodeState, Report]:
+    """A round that drafts nothing. A drafter's context grows all the same, so that any later round may draft."""
+    state = begin_round(state.replace(done=state.done | ended))
+    nothing = (jnp.sum(~state.done, dtype=jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
+    drafted = Drafted(anchors_alone(state), target_noise(config, state, 0), *nothing)
+    return _verify(target, drafter, config, capacity, state, drafted)

@@ -12,7 +12,7 @@ from dspark_jax import DecodeConfig, TreeSpec, Verifier, request_keys
 from dspark_jax.drafters.dspark import declare_drafter
 from dspark_jax.scheduling.policy import Policy
 from dspark_jax.scheduling.throughput import StepTable
-from dspark_jax.serving import Engine, EngineConfig, Request
+from dspark_jax.serving import Engine, EngineConfig, Request, measure_steps
 from dspark_jax.sharding import make_mesh, shardings
 from dspark_jax.targets.decoder import declare_target
 from tests.models import pad
@@ -79,9 +79,10 @@ class Served:
         Policy(kind="global-best"),
         Policy(kind="early-stop"),
         Policy(kind="fixed", length=1),
+        Policy(kind="fixed", length=0),
         Policy(kind="threshold", threshold=0.4),
     ],
-    ids=lambda policy: policy.kind.value,
+    ids=lambda policy: f"{policy.kind.value} {policy.length}",
 )
 def test_every_policy_gives_each_request_its_own_plain_tokens(policy):
     """Coupled sampling: the tokens of plain decoding with the request's key, whatever the company and the schedule."""
@@ -99,6 +100,32 @@ def test_every_policy_gives_each_request_its_own_plain_tokens(policy):
     statistics = engine.statistics
     assert 0 < statistics.scheduled_tokens <= statistics.bucket_tokens
     assert sum(sum(result.verified_nodes) for result in results.values()) == statistics.scheduled_tokens
+
+
+def test_plain_steps_where_they_are_faster():
+    """On a table on which drafting never pays nearly all steps are plain after the first, and the tokens the same."""
+    served = Served()
+    expected = served.expected()
+
+    def table(config):
+        rates = steep(config)
+        return rates.replace(plain_steps_per_second=100 * rates.steps_per_second)
+
+    engine = served.engine(table=table)
+    for result in engine.generate(served.requests()):
+        assert list(result.tokens) == expected[result.id]
+    statistics = engine.statistics
+    assert 0 < statistics.rounds - statistics.plain < statistics.rounds / 4
+
+
+def test_a_measured_table_serves():
+    served = Served()
+    config = served.engine().config
+    table = measure_steps(served.small.target, served.small.drafter, config, context=8, repeats=1)
+    assert table.capacities.tolist() == list(config.buckets)
+    assert (np.asarray(table.steps_per_second) > 0).all() and (np.asarray(table.plain_steps_per_second) > 0).all()
+    engine = Engine(served.small.target, served.small.drafter, config, table)
+    assert len(list(engine.generate(served.requests()[:3]))) == 3
 
 
 def test_trees_are_served():
