@@ -67,13 +67,21 @@ def steps_per_second_at(table: StepTable, tokens: Int[Array, "..."]) -> Float[Ar
     return table.steps_per_second.at[_bucket(table, tokens)].get(mode="fill", fill_value=0)
 
 
-def plain_steps_per_second_at(table: StepTable, tokens: int) -> float:
-    """SPS of a step that drafts nothing for so many requests; 0 where it was not measured. On the host only."""
+def drafting_pays(table: StepTable, survival: Float[np.ndarray, "n"], active: int) -> bool:
+    """Whether a step that drafts brings more tokens a second than one that does not. On the host only.
+
+    `survival`: of a request's drafts, descending, on average. The drafting step takes the best number of them, the same
+    for each of the `active` requests. True where plain steps were not measured.
+    """
     if table.plain_steps_per_second is None:
-        return 0.0
-    index = int(np.searchsorted(np.asarray(table.capacities), tokens))
-    rates = np.asarray(table.plain_steps_per_second)
-    return float(rates[index]) if index < len(rates) else 0.0
+        return True
+    capacities = np.asarray(table.capacities)
+    drafts = np.arange(len(survival) + 1)
+    expected = 1 + np.concatenate([[0.0], np.cumsum(survival)])
+    column = np.searchsorted(capacities, active * (1 + drafts))
+    rates = np.append(np.asarray(table.steps_per_second), 0.0)[column]
+    plain = np.append(np.asarray(table.plain_steps_per_second), 0.0)[column[0]]
+    return bool(np.max(expected * rates) >= plain)
 
 
 def bucket_capacity(table: StepTable, tokens: Int[Array, "..."]) -> Int[Array, "..."]:

@@ -15,7 +15,7 @@ from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.sampling import request_keys, sampling_params
 from dspark_jax.scheduling.policy import Policy, PolicyKind, check_lossless
 from dspark_jax.scheduling.survival import SurvivalMap, uncalibrated
-from dspark_jax.scheduling.throughput import StepTable, is_flat, plain_steps_per_second_at, validate_table
+from dspark_jax.scheduling.throughput import StepTable, drafting_pays, is_flat, validate_table
 from dspark_jax.serving.programs import (
     Report,
     admit,
@@ -30,7 +30,9 @@ from dspark_jax.targets.decoder import TargetParams
 _BUCKETS = 6
 _SHORTEST_PREFILL = 32
 # Where decoding plainly is faster, so many rounds pass until a drafted one asks again.
-_PLAIN_ROUNDS = 32
+_PLAIN_ROUNDS = 64
+# Of the newest drafted round in the mean survival.
+_LEARNING_RATE = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,8 @@ class Engine:
         self._cancelled: set[Hashable] = set()
         self._ended = np.zeros(config.slots, bool)
         self._best_drafts: int | None = None
-        self._plain_left, self._plain_bucket = 0, 0
+        self._survival_curve: np.ndarray | None = None
+        self._plain_in_a_row = 0
         dtype = target.embed_tokens.weight.dtype
         with self._on_mesh():
             self._state = empty_state(config.decode, self._requests([]), config.capacity, dtype)
@@ -342,19 +345,19 @@ class Engine:
         policy = self.config.policy
         if self._drafter is None or (policy.kind is PolicyKind.FIXED and policy.length == 0):
             return True
-        if self._plain_left == 0 or self._bucket(active) != self._plain_bucket:
-            self._plain_left = 0
+        if policy.kind is not PolicyKind.STALE_CAPACITY or self._survival_curve is None:
             return False
-        self._plain_left -= 1
+        if drafting_pays(self._table, self._survival_curve, active) or self._plain_in_a_row >= _PLAIN_ROUNDS:
+            self._plain_in_a_row = 0
+            return False
+        self._plain_in_a_row += 1
         return True
 
-    def _learn(self, pending: _Pending, report: Report) -> None:
+    def _learn(self, report: Report) -> None:
         """What a drafted round says about rounds to come. It is two rounds old, or more, when one heeds it."""
         self._best_drafts = int(report.best_drafts)
-        active = len(pending.members)
-        plain = active * plain_steps_per_second_at(self._table, active)
-        if self.config.policy.kind is PolicyKind.STALE_CAPACITY and plain > float(report.best_throughput):
-            self._plain_left, self._plain_bucket = _PLAIN_ROUNDS, self._bucket(active)
+        before = report.survival if self._survival_curve is None else self._survival_curve
+        self._survival_curve = before + _LEARNING_RATE * (report.survival - before)
 
     def _wanted(self, active: int) -> int:
         """Tokens of the next verification as far as they are known before it is drafted."""
@@ -393,7 +396,7 @@ class Engine:
                 running.tokens += new
                 updates.append(Update(id=running.request.id, tokens=tuple(new)))
         if pending.drafted:
-            self._learn(pending, host)
+            self._learn(host)
         return updates
 
     def _finish(self, running: _Running, new: Sequence[int], reason: str, on_device: bool) -> Update:

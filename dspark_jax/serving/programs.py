@@ -31,7 +31,7 @@ from dspark_jax.scheduling.prefix_scheduler import (
     threshold,
 )
 from dspark_jax.scheduling.survival import SurvivalMap, forest_of
-from dspark_jax.scheduling.throughput import StepTable, steps_per_second_at
+from dspark_jax.scheduling.throughput import StepTable
 from dspark_jax.targets.decoder import TargetParams
 
 
@@ -39,15 +39,15 @@ from dspark_jax.targets.decoder import TargetParams
 class Drafted:
     """A round before its verification. `proposal.valid` are the nodes scheduled, `tokens` their number.
 
-    `best_drafts`: drafts, without roots, of the schedule of the largest throughput by this round's confidences;
-    `best_throughput`: that, in tokens a second.
+    `best_drafts`: drafts, without roots, of the schedule of the largest throughput by this round's confidences.
+    `survival`: of a request's nodes beside the root, the largest first, on average over the active requests.
     """
 
     proposal: Proposal
     noise: Float[Array, "R depth+1 V"]
     tokens: Int[Array, ""]
     best_drafts: Int[Array, ""]
-    best_throughput: Float[Array, ""]
+    survival: Float[Array, "N-1"]
 
 
 @struct.dataclass
@@ -61,7 +61,11 @@ class Report:
     done: Bool[Array, "R"]
     stopped: Bool[Array, "R"]
     best_drafts: Int[Array, ""]
-    best_throughput: Float[Array, ""]
+    survival: Float[Array, "N-1"]
+
+
+def _no_drafts() -> tuple[Int[Array, ""], Float[Array, "0"]]:
+    return jnp.zeros((), jnp.int32), jnp.zeros(0, jnp.float32)
 
 
 empty_state = jax.jit(init_state, static_argnames=("config", "capacity", "dtype"))
@@ -93,8 +97,7 @@ def admit(
     first = jnp.take_along_axis(row.tokens, length[None, None], axis=1)
     whole = start + tokens.shape[1] >= length
     one = jnp.where(whole, 1, 0)[None].astype(jnp.int32)
-    nothing = (jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
-    report = Report(first, one, one, one, row.done & whole, row.stopped, *nothing)
+    report = Report(first, one, one, one, row.done & whole, row.stopped, *_no_drafts())
 
     def put(axis: int, x: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis)
@@ -138,10 +141,11 @@ def draft_and_schedule(
     with jax.named_scope("schedule"):
         forest = forest_of(proposal, survival, active)
         schedule = _schedule(policy, forest, table, limit)
-        best = global_best(forest, table)
-        throughput = best.expected * steps_per_second_at(table, best.tokens).astype(best.expected.dtype)
-    drafts = best.tokens - jnp.sum(active, dtype=jnp.int32)
-    return state, Drafted(proposal.replace(valid=schedule.nodes), noise, schedule.tokens, drafts, throughput)
+        count = jnp.sum(active, dtype=jnp.int32)
+        best_drafts = global_best(forest, table).tokens - count
+        ranked = -jnp.sort(-forest.survival[:, 1:], axis=1)
+        curve = jnp.sum(ranked, axis=0) / jnp.maximum(count, 1).astype(ranked.dtype)
+    return state, Drafted(proposal.replace(valid=schedule.nodes), noise, schedule.tokens, best_drafts, curve)
 
 
 def _verify(
@@ -163,7 +167,7 @@ def _verify(
         done=state.done,
         stopped=state.stopped,
         best_drafts=drafted.best_drafts,
-        best_throughput=drafted.best_throughput,
+        survival=drafted.survival,
     )
     return state, report
 
@@ -192,6 +196,6 @@ def plain_step(
 ) -> tuple[DecodeState, Report]:
     """A round that drafts nothing. A drafter's context grows all the same, so that any later round may draft."""
     state = begin_round(state.replace(done=state.done | ended))
-    nothing = (jnp.sum(~state.done, dtype=jnp.int32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
-    drafted = Drafted(anchors_alone(state), target_noise(config, state, 0), *nothing)
+    count = jnp.sum(~state.done, dtype=jnp.int32)
+    drafted = Drafted(anchors_alone(state), target_noise(config, state, 0), count, *_no_drafts())
     return _verify(target, drafter, config, capacity, state, drafted)

@@ -7,6 +7,7 @@ import pytest
 from dspark_jax.scheduling.throughput import (
     StepTable,
     bucket_capacity,
+    drafting_pays,
     is_flat,
     steps_per_second_at,
     validate_table,
@@ -54,3 +55,20 @@ def test_flat():
     assert is_flat(table([1, 8], [100, 98.5]))
     assert is_flat(table([1], [100]))
     assert not is_flat(table([1, 8], [100, 95]))
+
+
+def test_drafting_pays_where_its_tokens_are_worth_the_slower_step():
+    """One request: two drafts of survival 0.8 and 0.4 against steps that take 1 plain, and 1.5 or 3 with drafts."""
+    survival = np.array([0.8, 0.4])
+
+    def against(plain):
+        steps = table([1, 2, 8], [1, 1 / 1.5, 1 / 3])
+        return steps.replace(plain_steps_per_second=jnp.full(3, plain, jnp.float32))
+
+    # One draft: 1.8 tokens in 1.5.
+    assert drafting_pays(against(1.19), survival, 1)
+    assert not drafting_pays(against(1.21), survival, 1)
+    # Of three requests' drafts one each fits in the bucket of 8: 1.8 tokens each in 3.
+    assert drafting_pays(against(0.59), survival, 3)
+    assert not drafting_pays(against(0.61), survival, 3)
+    assert drafting_pays(table([1], [1]), survival, 1), "plain steps were not measured"
