@@ -30,9 +30,9 @@ _STALENESS = 2
 class Replay:
     """What a drafter proposes from every position of finished requests.
 
-    `lengths`: new tokens L of each request. A request has L - 1 rows, one request after the other: row i is the round
-    that begins when i + 1 of its tokens are committed. `survival`: a_k of the row's drafts, not increasing along a row.
-    `accepted`: how many of them the target accepts if all are verified.
+    `lengths`: new tokens L of each request, at least 2. A request has L - 1 rows, one request after the other: row i is
+    the round that begins when i + 1 of its tokens are committed. `survival`: a_k of the row's drafts, not increasing
+    along a row. `accepted`: how many of them the target accepts if all are verified.
     """
 
     lengths: Int[np.ndarray, "requests"]
@@ -141,8 +141,8 @@ def simulate(
 ) -> Simulation:
     """Runs the replay's `requests`, which arrive at ascending `arrivals` and wait, in order, for one of the slots.
 
-    If all arrive at once, `slots` is a fixed concurrency. At least one request has two tokens or more. Raises
-    ValueError for a table that does not hold all drafts of all slots.
+    If all arrive at once, `slots` is a fixed concurrency. Raises ValueError for a table that does not hold all drafts
+    of all slots.
     """
     scheduler = Scheduler(policy, table, slots * (1 + replay.survival.shape[1]))
     admitted, finished = np.zeros(len(requests)), np.zeros(len(requests))
@@ -153,16 +153,13 @@ def simulate(
         if not len(members):
             now = max(now, float(arrivals[waiting]))
         arrived = int(np.searchsorted(arrivals, now, side="right"))
-        # A request of one token gives its slot back at once.
-        while len(new := np.arange(waiting, min(arrived, waiting + slots - len(members)))):
+        new = np.arange(waiting, min(arrived, waiting + slots - len(members)))
+        if len(new):
             waiting += len(new)
-            admitted[new] = finished[new] = now
-            new = new[replay.lengths[requests[new]] > 1]
+            admitted[new] = now
             members = np.concatenate([members, new])
             rows = np.concatenate([rows, replay.begins[requests[new]]])
             left = np.concatenate([left, replay.lengths[requests[new]] - 1])
-        if not len(members):
-            continue
         lengths, rate = scheduler.step(replay.survival[rows])
         accepted = np.minimum(replay.accepted[rows], lengths)
         committed = np.minimum(accepted + 1, left)
@@ -173,9 +170,9 @@ def simulate(
         if done.any():
             finished[members[done]] = now
             members, rows, left = members[~done], rows[~done], left[~done]
-    ends, seconds, *counts = np.asarray(steps, np.float64).reshape(-1, 6).T
-    whole = (values.astype(np.int64) for values in counts)
-    return Simulation(ends, seconds, *whole, arrivals, admitted, finished)
+    ends, seconds = np.asarray([step[:2] for step in steps], np.float64).T
+    active, drafts, accepted, committed = np.asarray([step[2:] for step in steps], np.int64).T
+    return Simulation(ends, seconds, active, drafts, accepted, committed, arrivals, admitted, finished)
 
 
 class Scheduler:

@@ -31,9 +31,9 @@ KNEE = step_table(lambda tokens: 0.01 + 0.0002 * max(tokens - 64, 0))
 
 @pytest.fixture(scope="module")
 def replay() -> Replay:
-    """Requests of 1 to 60 tokens whose confidences are right: easy, middling and hard positions."""
+    """Requests of 2 to 60 tokens whose confidences are right: easy, middling and hard positions."""
     rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 61, 40)
+    lengths = rng.integers(2, 61, 40)
     rows = int((lengths - 1).sum())
     confidence = np.clip(rng.beta(5, 2, (rows, 1)) + rng.normal(0, 0.1, (rows, GAMMA)), 0.02, 0.98)
     accepted = np.cumprod(rng.random((rows, GAMMA)) < confidence, axis=1).sum(axis=1)
@@ -72,7 +72,9 @@ def test_schedules_are_the_librarys(table):
         best.append(int(expected[GLOBAL_BEST].tokens) - 5)
 
 
-@pytest.mark.parametrize("policy", [PLAIN, WHOLE, CONFIDENT, EARLY_STOP, GLOBAL_BEST, STALE], ids=lambda p: p.kind.value)
+@pytest.mark.parametrize(
+    "policy", [PLAIN, WHOLE, CONFIDENT, EARLY_STOP, GLOBAL_BEST, STALE], ids=lambda p: p.kind.value
+)
 def test_every_token_comes_once(replay, policy):
     rng = np.random.default_rng(2)
     requests = rng.integers(0, len(replay.lengths), 100)
@@ -80,9 +82,8 @@ def test_every_token_comes_once(replay, policy):
     run, again = (simulate(replay, KNEE, policy, requests, arrivals, 8) for _ in range(2))
     assert run.committed.sum() + len(requests) == replay.lengths[requests].sum()
     assert (run.accepted <= run.drafts).all() and (run.active <= 8).all()
-    assert (run.arrived <= run.admitted).all() and (run.admitted <= run.finished).all()
+    assert (run.arrived <= run.admitted).all() and (run.admitted < run.finished).all()
     assert (np.diff(run.admitted) >= 0).all() and run.ends[-1] == run.finished.max()
-    assert (run.finished[replay.lengths[requests] > 1] > run.admitted[replay.lengths[requests] > 1]).all()
     for name, values in vars(again).items():
         np.testing.assert_array_equal(values, vars(run)[name])
 
