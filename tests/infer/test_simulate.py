@@ -11,6 +11,8 @@ from dspark_jax import request_keys
 from dspark_jax.scheduling.policy import Policy, PolicyKind
 from dspark_jax.scheduling.simulation import Replay, simulate
 from dspark_jax.scheduling.throughput import StepTable
+from dspark_jax.serving import Engine, EngineConfig
+from dspark_jax.serving import Request as EngineRequest
 from infer.batching import Request, make_batch
 from infer.decoding import make_decoder
 from infer.options import DecodingOptions
@@ -81,6 +83,27 @@ def test_a_replay_is_what_is_decoded(golden):
         found = golden.replayed(Policy(kind=PolicyKind.THRESHOLD, threshold=threshold), confidence)
         np.testing.assert_array_equal(found, golden.decoded(threshold))
         assert len(found) > len(everything)
+
+
+@pytest.mark.slow
+def test_the_engine_schedules_the_same():
+    """Two requests together, on a table whose best bucket changes with the confidences: the engine's every round."""
+    golden = Golden(0.0)
+    buckets, policy = (2, 3, 16), Policy(kind=PolicyKind.STALE_CAPACITY)
+    table = StepTable(jnp.asarray(buckets, jnp.int32), jnp.asarray([100, 70, 42], jnp.float32))
+    run = simulate(golden.run.replay(np.ones(7)), table, policy, np.arange(2), np.zeros(2), 2)
+    assert {2, 3, 16} <= set((run.drafts + run.active).tolist()[2:])
+    config = EngineConfig(decode=golden.decoder.config, slots=2, capacity=128, buckets=buckets, prefill_tokens=64)
+    models = golden_target().params, golden_drafter("dspark_vanilla").params
+    keys = request_keys(golden.options.seed, 2)
+    requests = [
+        EngineRequest(id=index, input_ids=prompt.turn_ids(), key=keys[index])
+        for index, prompt in enumerate(golden.prompts)
+    ]
+    nodes = np.zeros(len(run.ends), int)
+    for result in Engine(*models, config, table).generate(requests):
+        nodes[: len(result.verified_nodes)] += result.verified_nodes
+    np.testing.assert_array_equal(run.drafts + run.active, nodes)
 
 
 def test_a_recorded_run_is_kept(golden, tmp_path):

@@ -1,5 +1,6 @@
 """Replay under load: the schedules are the library's, nothing is lost, and throughput follows the table."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,15 +51,17 @@ def test_schedules_are_the_librarys(table):
     rng = np.random.default_rng(1)
     schedulers = {policy: Scheduler(policy, table, 5 * (GAMMA + 1)) for policy in (EARLY_STOP, GLOBAL_BEST, CONFIDENT)}
     schedulers[WHOLE] = Scheduler(WHOLE, table, 5 * (GAMMA + 1))
+    algorithms = [jax.jit(function) for function in (early_stop, global_best, threshold, fixed_length, fill)]
+    early, whole_best, confident, fixed, filled = algorithms
     stale, best = Scheduler(STALE, table, 5 * (GAMMA + 1)), [5 * GAMMA, 5 * GAMMA]
     for _ in range(20):
         survival = np.cumprod(rng.choice([0.25, 0.5, 0.9, 1.0], (5, GAMMA)), axis=1).astype(np.float32)
         forest = chain_forest(jnp.asarray(survival), jnp.ones(5, bool))
         expected = {
-            EARLY_STOP: early_stop(forest, table),
-            GLOBAL_BEST: global_best(forest, table),
-            CONFIDENT: threshold(forest, jnp.full(5, 0.5, jnp.float32)),
-            WHOLE: fixed_length(forest, GAMMA),
+            EARLY_STOP: early(forest, table),
+            GLOBAL_BEST: whole_best(forest, table),
+            CONFIDENT: confident(forest, jnp.full(5, 0.5, jnp.float32)),
+            WHOLE: fixed(forest, jnp.asarray(GAMMA, jnp.int32)),
         }
         for policy, schedule in expected.items():
             lengths, rate = schedulers[policy].step(survival)
@@ -68,7 +71,7 @@ def test_schedules_are_the_librarys(table):
         drafts = 5 * GAMMA if table is FLAT else best[-2]
         limit = bucket_capacity(table, jnp.asarray(5 + drafts, jnp.int32))
         lengths, _ = stale.step(survival)
-        np.testing.assert_array_equal(lengths, fill(forest, limit).lengths)
+        np.testing.assert_array_equal(lengths, filled(forest, limit).lengths)
         best.append(int(expected[GLOBAL_BEST].tokens) - 5)
 
 
