@@ -116,6 +116,8 @@ class SimulateOptions:
         for threshold in self.threshold:
             if not 0 <= threshold <= 1:
                 raise InputError(f"--threshold {threshold} must be in [0, 1]")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed {self.seed} must be in 0..{2**32 - 1}")
         if not self.rate and self.trace is None and self.slots is not None:
             raise InputError("--slots: is for requests that arrive; add --rate or --trace, or leave it out")
         self._check_source()

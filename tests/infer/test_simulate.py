@@ -207,6 +207,7 @@ BAD_FILES = {
     "few requests": ({}, {"concurrency": 16, "requests": 20}, ["--requests 20", "at least 32"]),
     "rate": ({}, {"rate": 0}, ["--rate 0.0 must be positive"]),
     "threshold": ({}, {"threshold": 2}, ["--threshold 2.0 must be in [0, 1]"]),
+    "seed": ({}, {"seed": -1}, ["--seed -1 must be in 0..4294967295"]),
     "slots alone": ({}, {"slots": 4}, ["--slots", "--rate or --trace"]),
     "two sources": ({}, {"target": "x"}, ["--target: is for recording"]),
     "sampling of a recorded run": ({}, {"temperature": 1}, ["--temperature: is for recording"]),
