@@ -35,11 +35,12 @@ class Edges:
 class Recording:
     """What R requests' rounds drafted; a request's rows from its number of rounds on are zero.
 
-    `confidence_logits`: of all γ drafts of a chain, before the sigmoid, whether reached or not; None for trees and for
-    drafters without a confidence head. `edges`: of trees, None for chains. A chain's acceptances are in the
-    generation's `counts.accepted_lengths`, bonus included.
+    `draft_tokens`: all γ drafts of a chain, verified or not; None for trees. `confidence_logits`: of the same drafts,
+    before the sigmoid; None for trees and for drafters without a confidence head. `edges`: of trees, None for chains.
+    A chain's acceptances are in the generation's `counts.accepted_lengths`, bonus included.
     """
 
+    draft_tokens: Int[Array, "R rounds gamma"] | None
     confidence_logits: Float[Array, "R rounds gamma"] | None
     edges: Edges | None
 
@@ -64,8 +65,10 @@ def record_rounds(
             noise = target_noise(config, state)
             proposal = propose_round(drafter, config, state, noise)
             verification = verify(target, config, state, proposal, noise)
-            edges = None if config.tree is None else decided_edges(proposal, verification.verdict)
-            observed = Recording(proposal.confidence_logits, edges)
+            if config.tree is None:
+                observed = Recording(proposal.tokens[:, 1:], proposal.confidence_logits, None)
+            else:
+                observed = Recording(None, None, decided_edges(proposal, verification.verdict))
             return commit(drafter, config, state, proposal, verification), observed
 
         def body(carry):

@@ -8,12 +8,14 @@ from dspark_jax.io.command_line import main as run_command
 from infer.evaluate import EvaluateOptions, evaluate
 from infer.generate import GenerateOptions, generate
 from infer.profile import ProfileOptions, profile
+from infer.simulate import SimulateOptions, run_simulation
 from infer.tree_cost import TreeCostOptions, tree_cost
 
 COMMANDS = {
     "generate": Command(GenerateOptions, generate),
     "evaluate": Command(EvaluateOptions, evaluate),
     "profile": Command(ProfileOptions, profile),
+    "simulate": Command(SimulateOptions, run_simulation),
     "tree-cost": Command(TreeCostOptions, tree_cost),
 }
 

@@ -39,8 +39,14 @@ def test_a_chain():
     jax.tree.map(np.testing.assert_array_equal, generation, plain)
     assert recorded.recording.edges is None
     logits = recorded.recording.confidence_logits
-    assert logits.shape == (4, 12, 3)
+    drafts = recorded.recording.draft_tokens
+    assert logits.shape == drafts.shape == (4, 12, 3)
     assert (logits[ran] != 0).all() and (logits[~ran] == 0).all()
+    # What was accepted of the first round follows prefill's token.
+    accepted = generation.counts.accepted_lengths[:3, 0] - 1
+    assert accepted.any()
+    for row, count in enumerate(accepted):
+        np.testing.assert_array_equal(drafts[row, 0, :count], generation.tokens[row, 1 : 1 + count])
     # The threshold cuts by the recorded confidences, which it does not cut.
     confident = np.cumprod(logits[2] >= 0, axis=1).sum(axis=1)
     np.testing.assert_array_equal(generation.counts.verified_nodes[2][ran[2]], 1 + confident[ran[2]])
@@ -49,7 +55,7 @@ def test_a_chain():
 def test_a_tree():
     tree = TreeSpec(k=3, budget=8)
     recorded = Recorded(tree=tree)
-    assert recorded.recording.confidence_logits is None
+    assert recorded.recording.confidence_logits is None and recorded.recording.draft_tokens is None
     edges, ran = recorded.recording.edges, recorded.ran
     log_q, reached, accepted = edges.log_q, edges.reached, edges.accepted
     tokens = recorded.generation.counts.accepted_lengths[ran]

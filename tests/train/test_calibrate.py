@@ -163,7 +163,8 @@ def test_turns(tmp_path, write_rows, tokenizer, monkeypatch):
         contexts.extend(tokenizer.decode(tokens[row, : lengths[row]].tolist()) for row in asked)
         counts = zero_counts(2, NEW, 7).replace(rounds=jnp.where(requests.max_tokens > 0, 2, 0))
         new, yes = jnp.asarray([list(b"yes.")] * 2), jnp.ones(2, bool)
-        return Generation(new, jnp.full(2, 4), yes, yes, counts, None), Recording(jnp.zeros((2, NEW, 7)), None)
+        recording = Recording(None, jnp.zeros((2, NEW, 7)), None)
+        return Generation(new, jnp.full(2, 4), yes, yes, counts, None), recording
 
     monkeypatch.setattr("train.recorded.record_rounds", fake)
     rows = [{"prompt": "Ann"}, {"turns": ["How many?", "And now?"]}, {"turns": ["a", "b", "c"]}]

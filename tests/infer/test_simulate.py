@@ -1,0 +1,254 @@
+"""`python -m infer simulate` on the golden models: what is replayed is what is decoded."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax import request_keys
+from dspark_jax.scheduling.policy import Policy, PolicyKind
+from dspark_jax.scheduling.simulation import Replay, simulate
+from dspark_jax.scheduling.throughput import StepTable
+from dspark_jax.serving import Engine, EngineConfig
+from dspark_jax.serving import Request as EngineRequest
+from infer.batching import Request, make_batch
+from infer.decoding import make_decoder
+from infer.options import DecodingOptions
+from infer.recorded_run import RecordedRun, record_run
+from tests.models import golden_drafter, golden_prompts, golden_target
+
+PNG = b"\x89PNG"
+NEW_TOKENS = 48
+FLAT = StepTable(jnp.asarray([8], jnp.int32), jnp.ones(1, jnp.float32))
+
+
+class Prompt:
+    """A golden prompt as `infer.batching` asks for it."""
+
+    num_turns = 1
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+
+    def turn_ids(self, turn: int = 0, replies=()) -> list[int]:
+        return self._ids
+
+
+class Golden:
+    """Two golden prompts: decoded with everything verified or under a threshold, and recorded."""
+
+    def __init__(self, temperature: float) -> None:
+        entries, *_ = golden_prompts("dspark_vanilla")
+        self.prompts = [Prompt(entry["prompt"]) for entry in entries if entry["confidence_threshold"] == 0][:2]
+        self.options = DecodingOptions(
+            target="target", drafter="drafter", temperature=temperature, max_new_tokens=NEW_TOKENS, seed=3
+        )
+        self.decoder = make_decoder(golden_target(), golden_drafter("dspark_vanilla"), self.options)
+        self.run = record_run(self.decoder, self.prompts, 2, {}, lambda requests: None)
+
+    def decoded(self, threshold: float) -> np.ndarray:
+        """Tokens of each round of `generate`, one request after the other, the last one of each cut at its end."""
+        options = dataclasses.replace(self.options, confidence_threshold=threshold)
+        requests = [Request(index, 0, prompt, prompt.turn_ids()) for index, prompt in enumerate(self.prompts)]
+        context = golden_target().config.max_position_embeddings
+        batch = make_batch(requests, 2, context, NEW_TOKENS, request_keys(self.options.seed, 2))
+        result = dataclasses.replace(self.decoder, options=options).run(batch)
+        np.testing.assert_array_equal(result.lengths, self.run.lengths)
+        rounds = []
+        for row in range(2):
+            accepted = result.counts.accepted_lengths[row, : result.counts.rounds[row]].copy()
+            accepted[-1] -= 1 + accepted.sum() - result.lengths[row]
+            rounds.append(accepted)
+        return np.concatenate(rounds)
+
+    def replayed(self, policy: Policy, survival: np.ndarray) -> np.ndarray:
+        replay = Replay(self.run.lengths, survival, self.run.accepted)
+        return simulate(replay, FLAT, policy, np.arange(2), np.zeros(2), 1).committed
+
+
+@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "coupled"])
+def golden(request) -> Golden:
+    return Golden(request.param)
+
+
+def test_a_replay_is_what_is_decoded(golden):
+    logits = golden.run.confidence_logits
+    everything = golden.replayed(Policy(kind=PolicyKind.FIXED, length=7), np.ones(logits.shape))
+    np.testing.assert_array_equal(everything, golden.decoded(0.0))
+    # A decoding threshold is about each draft's own confidence: the least along the chain must reach it.
+    confidence = np.minimum.accumulate(1 / (1 + np.exp(-logits.astype(np.float64))), axis=1)
+    for threshold in (0.3, 0.7):
+        found = golden.replayed(Policy(kind=PolicyKind.THRESHOLD, threshold=threshold), confidence)
+        np.testing.assert_array_equal(found, golden.decoded(threshold))
+        assert len(found) > len(everything)
+
+
+@pytest.mark.slow
+def test_the_engine_schedules_the_same():
+    """Two requests together, on a table whose best bucket changes with the confidences: the engine's every round."""
+    golden = Golden(0.0)
+    buckets, policy = (2, 3, 16), Policy(kind=PolicyKind.STALE_CAPACITY)
+    table = StepTable(jnp.asarray(buckets, jnp.int32), jnp.asarray([100, 70, 42], jnp.float32))
+    run = simulate(golden.run.replay(np.ones(7)), table, policy, np.arange(2), np.zeros(2), 2)
+    assert {2, 3, 16} <= set((run.drafts + run.active).tolist()[2:])
+    config = EngineConfig(decode=golden.decoder.config, slots=2, capacity=128, buckets=buckets, prefill_tokens=64)
+    models = golden_target().params, golden_drafter("dspark_vanilla").params
+    keys = request_keys(golden.options.seed, 2)
+    requests = [
+        EngineRequest(id=index, input_ids=prompt.turn_ids(), key=keys[index])
+        for index, prompt in enumerate(golden.prompts)
+    ]
+    nodes = np.zeros(len(run.ends), int)
+    for result in Engine(*models, config, table).generate(requests):
+        nodes[: len(result.verified_nodes)] += result.verified_nodes
+    np.testing.assert_array_equal(run.drafts + run.active, nodes)
+
+
+def test_a_recorded_run_is_kept(golden, tmp_path):
+    golden.run.save(tmp_path / "run.npz")
+    kept = RecordedRun.load(tmp_path / "run.npz")
+    for name, value in vars(golden.run).items():
+        np.testing.assert_array_equal(vars(kept)[name], value)
+
+
+@pytest.fixture
+def table(tmp_path):
+    capacities = [2**i for i in range(8)]
+    fields = {"capacities": capacities, "steps_per_second": [100 / (1 + max(c - 16, 0) / 16) for c in capacities]}
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(fields | {"device": "none"}))
+    return path
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """A run as a file: 12 requests of 20 tokens, three drafts."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(1, 1, (12 * 19, 3)).astype(np.float32)
+    accepted = np.cumprod(rng.random(logits.shape) < 1 / (1 + np.exp(-logits)), axis=1).sum(axis=1)
+    RecordedRun(np.full(12, 20), logits, accepted, {"target": "T", "drafter": "D"}).save(tmp_path / "run.npz")
+    return tmp_path / "run.npz"
+
+
+def test_record_and_simulate(infer, tmp_path, models, prompts, table):
+    output, record = tmp_path / "out.json", tmp_path / "kept.npz"
+    options = {"requests": 16, "max_new_tokens": NEW_TOKENS, "batch_size": 2, "seed": 3, "rate": 4}
+    outcome = infer("simulate", **models, prompts=prompts, table=table, output=output, record=record, **options)
+    assert outcome.code == 0, outcome.error
+    for name in ("thresholds", "users", "concurrency"):
+        assert (tmp_path / f"out_{name}.png").read_bytes().startswith(PNG)
+    report = json.loads(output.read_text())
+    assert report["law"]["drafter"] == "dspark_vanilla" and report["num_drafts"] == 7
+    assert [load["slots"] for load in report["loads"]] == [1, 2, 4, 8, 8]
+    assert [load["kind"] for load in report["loads"]] == ["closed"] * 4 + ["poisson"]
+    names = ["plain", "fixed 1", "fixed 7", "threshold 0.5", "early-stop", "global-best", "stale-capacity"]
+    for load in report["loads"]:
+        assert set(load["policies"]) == set(names)
+        assert {policy["tokens"] for policy in load["policies"].values()} == {16 * (NEW_TOKENS - 1)}
+    for name in names:
+        assert name in outcome.out
+    sweep = report["thresholds"]
+    assert sweep[0]["accepted_drafts"] + sweep[0]["rejected_drafts"] == pytest.approx(7)
+    # The recorded run, and no model, gives the same again.
+    again = infer("simulate", recording=record, table=table, output=output, requests=16, seed=3, rate=4)
+    assert again.code == 0, again.error
+    assert json.loads(output.read_text()) == report
+
+
+def test_trace_and_calibration(infer, tmp_path, table, recording, files):
+    trace = files.write_lines(tmp_path / "trace.jsonl", [{"arrival_seconds": 5 + i / 10} for i in range(30)])
+    calibration = tmp_path / "calibration.json"
+    calibration.write_text(json.dumps({"temperatures": [1, 2, 1.5]}))
+    output = tmp_path / "out.json"
+    options = {"recording": recording, "table": table, "trace": trace, "calibration": calibration, "output": output}
+    outcome = infer("simulate", **options, concurrency=(2, 1), slots=3, requests=20)
+    assert outcome.code == 0, outcome.error
+    report = json.loads(output.read_text())
+    assert [(load["kind"], load["slots"]) for load in report["loads"]] == [("closed", 1), ("closed", 2), ("trace", 3)]
+    assert report["loads"][2]["requests"] == 30 and report["temperatures"] == [1, 2, 1.5]
+
+
+BAD_FILES = {
+    "no such table": ({}, {"table": "none.json"}, ["none.json: No such file"]),
+    "no rates": ({"bad.json": '{"capacities": [1]}'}, {"table": "bad.json"}, ["bad.json: steps_per_second"]),
+    "descending": (
+        {"bad.json": '{"capacities": [8, 4], "steps_per_second": [1, 1]}'},
+        {"table": "bad.json"},
+        ["bad.json: step table: capacities [8, 4]"],
+    ),
+    "zero rate": (
+        {"bad.json": '{"capacities": [32], "steps_per_second": [0]}'},
+        {"table": "bad.json"},
+        ["bad.json", "bucket 32 is 0.0"],
+    ),
+    "tiny table": (
+        {"bad.json": '{"capacities": [2], "steps_per_second": [1]}'},
+        {"table": "bad.json"},
+        ["bad.json: capacities end at 2, less than one request's 4"],
+    ),
+    "no such recording": ({}, {"recording": "none.npz"}, ["none.npz: No such file"]),
+    "no recording": ({"bad.npz": "x"}, {"recording": "bad.npz"}, ["bad.npz: is no recorded run"]),
+    "no such trace": ({}, {"trace": "none.jsonl"}, ["none.jsonl: No such file"]),
+    "trace": ({"t.jsonl": '{"time": 1}\n'}, {"trace": "t.jsonl"}, ["t.jsonl, line 1: arrival_seconds"]),
+    "unsorted trace": (
+        {"t.jsonl": '{"arrival_seconds": 1}\n{"arrival_seconds": 0.5}\n'},
+        {"trace": "t.jsonl"},
+        ["t.jsonl, line 2: arrival_seconds 0.5 is before"],
+    ),
+    "calibration of another drafter": (
+        {"c.json": '{"temperatures": [1]}'},
+        {"calibration": "c.json"},
+        ["c.json: has temperatures of 1 positions", "drafts 3"],
+    ),
+    "concurrency beyond the table": ({}, {"concurrency": 33}, ["--concurrency 33", "132", "at most 32"]),
+    "concurrency": ({}, {"concurrency": 0}, ["--concurrency 0 must be at least 1"]),
+    "few requests": ({}, {"concurrency": 16, "requests": 20}, ["--requests 20", "at least 32"]),
+    "rate": ({}, {"rate": 0}, ["--rate 0.0 must be positive"]),
+    "threshold": ({}, {"threshold": 2}, ["--threshold 2.0 must be in [0, 1]"]),
+    "seed": ({}, {"seed": -1}, ["--seed -1 must be in 0..4294967295"]),
+    "slots alone": ({}, {"slots": 4}, ["--slots", "--rate or --trace"]),
+    "two sources": ({}, {"target": "x"}, ["--target: is for recording"]),
+    "sampling of a recorded run": ({}, {"temperature": 1}, ["--temperature: is for recording"]),
+    "output folder": ({}, {"output": "none/out.json"}, ["none/out.json", "folder none"]),
+    "output over the table": ({}, {"output": "table.json"}, ["table.json: is read by this command"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_input(infer, tmp_path, monkeypatch, table, recording, case):
+    monkeypatch.chdir(tmp_path)
+    written, changed, named = BAD_FILES[case]
+    for name, text in written.items():
+        (tmp_path / name).write_text(text)
+    outcome = infer("simulate", **{"recording": recording, "table": table} | changed)
+    assert outcome.code == 2
+    for text in named:
+        assert text in outcome.error_line
+    assert not (tmp_path / "simulation.json").exists()
+
+
+BAD_RUNS = {
+    "lengths": {"lengths": np.ones(12, np.int64)},
+    "confidence_logits": {"confidence_logits": np.zeros((5, 3), np.float32)},
+    "accepted": {"accepted": np.full(228, 4)},
+    "law": {"law": np.array("[]")},
+}
+
+
+@pytest.mark.parametrize("field", BAD_RUNS)
+def test_a_damaged_run(infer, tmp_path, table, recording, field):
+    with np.load(recording) as file:
+        arrays = dict(file)
+    np.savez(tmp_path / "bad.npz", **arrays | BAD_RUNS[field])
+    outcome = infer("simulate", recording=tmp_path / "bad.npz", table=table)
+    assert outcome.code == 2 and f"bad.npz: {field}" in outcome.error_line
+
+
+def test_models_without_confidences_or_prompts(infer, models, prompts, table):
+    outcome = infer("simulate", target=models["target"], table=table)
+    assert outcome.code == 2 and "--drafter is missing" in outcome.error_line
+    dflash = models["drafter"].replace("dspark_vanilla", "dflash")
+    outcome = infer("simulate", target=models["target"], drafter=dflash, prompts=prompts, table=table)
+    assert outcome.code == 2 and "has no confidence head" in outcome.error_line
