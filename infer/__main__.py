@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from dspark_jax.io.command_line import Command
 from dspark_jax.io.command_line import main as run_command
+from infer.batch import BatchOptions, batch
 from infer.evaluate import EvaluateOptions, evaluate
 from infer.generate import GenerateOptions, generate
 from infer.profile import ProfileOptions, profile
@@ -13,6 +14,7 @@ from infer.tree_cost import TreeCostOptions, tree_cost
 
 COMMANDS = {
     "generate": Command(GenerateOptions, generate),
+    "batch": Command(BatchOptions, batch),
     "evaluate": Command(EvaluateOptions, evaluate),
     "profile": Command(ProfileOptions, profile),
     "simulate": Command(SimulateOptions, run_simulation),

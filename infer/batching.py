@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from dspark_jax.io import InputError, Prompt, PromptEncoder, read_prompts
 from infer.models import Description
-from infer.options import DecodingOptions
+from infer.options import SamplingOptions
 
 _SHORTEST = 32
 
@@ -50,9 +50,11 @@ class Batch:
         return self.tokens.shape
 
 
-def read_prompt_file(path: Path, description: Description, options: DecodingOptions) -> list[Prompt]:
-    """All prompts of a file; each must leave room for a new token in the target's context."""
-    limit = description.config.max_position_embeddings - 1
+def read_prompt_file(
+    path: Path, description: Description, options: SamplingOptions, limit: int | None = None
+) -> list[Prompt]:
+    """All prompts of a file, of at most `limit` tokens: by default what leaves room for a new one in the context."""
+    limit = description.config.max_position_embeddings - 1 if limit is None else limit
     encoder = PromptEncoder(description.tokenizer, description.config.vocab_size, limit, options.enable_thinking)
     return read_prompts(path, encoder)
 

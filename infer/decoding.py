@@ -38,7 +38,7 @@ class Decoder:
         """As `dspark_jax.generate_chunks`, ending requests at the stop strings of `texts`."""
 
         def stop(_: int, tokens: np.ndarray) -> int | None:
-            return texts.find_stop(tokens)
+            return texts.find_stop(tokens.tolist())
 
         chunks = dspark_jax.generate_chunks(
             *self._arguments(batch), rounds_per_chunk=rounds_per_chunk, stop=stop if texts.longest_stop else None
@@ -68,7 +68,7 @@ class Decoder:
 def decode_config(
     target: TargetConfig,
     drafter: DrafterConfig | None,
-    options: DecodingOptions,
+    max_new_tokens: int,
     verifier: Verifier = Verifier.COUPLED,
     tree: TreeSpec | None = None,
     eos_token_ids: tuple[int, ...] = (),
@@ -80,7 +80,7 @@ def decode_config(
             target=target,
             drafter=drafter,
             tree=tree,
-            max_new_tokens=min(options.max_new_tokens, target.max_position_embeddings),
+            max_new_tokens=min(max_new_tokens, target.max_position_embeddings),
             eos_token_ids=eos_token_ids,
             verifier=verifier,
             log_probabilities=log_probabilities,
@@ -99,6 +99,6 @@ def make_decoder(
 ) -> Decoder:
     drafter_config = None if drafter is None else drafter.config
     config = decode_config(
-        target.config, drafter_config, options, verifier, tree, target.eos_token_ids, log_probabilities
+        target.config, drafter_config, options.max_new_tokens, verifier, tree, target.eos_token_ids, log_probabilities
     )
     return Decoder(target, drafter, config, options)

@@ -116,13 +116,16 @@ def evaluate(options: EvaluateOptions) -> None:
     files = {path: read_prompt_file(path, description, options)[: options.limit] for path in options.prompts}
     longest = max(len(prompt.turn_ids()) for prompts in files.values() for prompt in prompts)
     rows = min(options.batch_size, max(map(len, files.values())))
-    drafts = decode_config(description.config, description.drafter_config, options).depth
+    drafts = decode_config(description.config, description.drafter_config, options.max_new_tokens).depth
     methods = chosen_methods(options, options.methods, options.sweep_budget, options.verifier, drafts)
     configs = [
-        decode_config(description.config, description.drafter_config, options, method.verifier, method.tree)
+        decode_config(
+            description.config, description.drafter_config, options.max_new_tokens, method.verifier, method.tree
+        )
         for method in methods
     ]
-    print_cache_size(description, rows, bucket(longest), max(config.width for config in configs), options)
+    capacity = bucket(longest) + max(config.max_new_tokens + config.width for config in configs)
+    print_cache_size(description, rows, capacity, options.dtype)
     target = load_described(options, description)
     drafter = load_named(options, options.drafter, target)
     plain = make_decoder(target, None, options)

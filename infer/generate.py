@@ -1,8 +1,6 @@
 """`python -m infer generate`: prompts in, completions out."""
 
 import dataclasses
-import hashlib
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -18,14 +16,14 @@ from dspark_jax.io.outputs import check_output
 from dspark_jax.verification.statistics import rounds_until
 from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
 from infer.decoding import Decoder, decode_config, make_decoder
-from infer.models import describe, load_described, load_named, print_cache_size, stamp
+from infer.models import describe, load_described, load_named, print_cache_size
 from infer.options import DecodingOptions
-from infer.outputs import ResumableOutput
+from infer.outputs import ResumableOutput, resume_settings
 from infer.text import Texts, TextStream
 
 _ROUNDS_PER_CHUNK = 4
 # Options that do not change what is generated.
-_IRRELEVANT = ("batch_size", "stream", "output", "allow_config_key", "target", "drafter", "no_drafter", "prompts")
+_IRRELEVANT = ("batch_size", "stream", "output", "allow_config_key", "no_drafter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ class GenerateOptions(DecodingOptions):
             raise InputError("--tree: plain decoding has none; leave out --no-drafter or --tree")
         if self.tree is not None and self.verifier.chains_only:
             raise InputError(f"--verifier {self.verifier.value}: is for chains; take coupled or target-walk for a tree")
-        self.check_trees([] if self.tree is None else [self.tree])
+        self.check_tree()
         if "" in self.stop:
             raise InputError("--stop: a stop string must not be empty")
 
@@ -74,34 +72,23 @@ def generate(options: GenerateOptions) -> None:
         raise InputError(f"{options.prompts}: no such file")
     drafter_name = None if options.no_drafter else options.drafter
     check_output(options.output, [options.prompts, options.target, drafter_name])
-    output = ResumableOutput(options.output, _settings(options, drafter_name))
+    output = ResumableOutput(options.output, resume_settings(options, drafter_name, _IRRELEVANT))
     description = describe(options, drafter_name)
     prompts = read_prompt_file(options.prompts, description, options)
-    tree = None if options.tree is None else options.tree_spec(options.tree)
-    config = decode_config(description.config, description.drafter_config, options, options.verifier, tree)
+    tree = options.chosen_tree
+    config = decode_config(
+        description.config, description.drafter_config, options.max_new_tokens, options.verifier, tree
+    )
     if description.tokenizer is None and (options.stop or options.stream):
         raise InputError(f"{options.target}: has no tokenizer, which --stop and --stream need")
     rows = 1 if options.stream else min(options.batch_size, len(prompts))
     longest = bucket(max(len(prompt.turn_ids()) for prompt in prompts))
     if not options.stream:
-        print_cache_size(description, rows, longest, config.width, options)
+        print_cache_size(description, rows, longest + config.max_new_tokens + config.width, options.dtype)
     target = load_described(options, description)
     drafter = None if drafter_name is None else load_named(options, drafter_name, target)
     decoder = make_decoder(target, drafter, options, options.verifier, tree, options.log_probabilities)
     _Run(options, decoder, output, prompts, rows).run()
-
-
-def _settings(options: GenerateOptions, drafter: str | None) -> dict[str, Any]:
-    """What unfinished work must have in common with this run."""
-    values = {key: value for key, value in dataclasses.asdict(options).items() if key not in _IRRELEVANT}
-    values |= {
-        "verifier": options.verifier.value,
-        "tree": options.tree and options.tree.value,
-        "prompts": hashlib.sha256(options.prompts.read_bytes()).hexdigest()[:16],
-        "target": [options.target, stamp(options.target)],
-        "drafter": None if drafter is None else [drafter, stamp(drafter)],
-    }
-    return json.loads(json.dumps(values))
 
 
 class _Run:

@@ -8,7 +8,7 @@ from dspark_jax.io import Drafter, InputError, Target, Tokenizer, load_drafter, 
 from dspark_jax.io.drafter_config import check_against_target, drafter_config_from_fields
 from dspark_jax.io.target import resolve_folder
 from dspark_jax.layers.kv_cache import cache_bytes
-from infer.options import DecodingOptions, ModelOptions
+from infer.options import ModelOptions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,12 +63,8 @@ def load_named(options: ModelOptions, drafter: str, target: Target) -> Drafter:
     return load_drafter(drafter, target=target, dtype=options.dtype, allow_config_keys=options.allow_config_key)
 
 
-def print_cache_size(
-    description: Description, requests: int, longest: int, width: int, options: DecodingOptions
-) -> None:
-    """Says what the KV caches will take. `longest`: the longest padded prompt; `width`: nodes of a verify pass."""
-    most = min(options.max_new_tokens, description.config.max_position_embeddings)
-    capacity, dtype = longest + most + width, options.dtype
+def print_cache_size(description: Description, requests: int, capacity: int, dtype: str) -> None:
+    """Says what the KV caches will take. `capacity`: positions of each request, prompt, new tokens and drafts."""
     parts = {"target": cache_bytes(description.config, requests, capacity, dtype)}
     if description.drafter_config is not None:
         parts["drafter"] = cache_bytes(description.drafter_config, requests, capacity, dtype)

@@ -31,25 +31,9 @@ class ModelOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodingOptions(ModelOptions):
-    """How to decode."""
+class TreeOptions(ModelOptions):
+    """What is drafted: chains, or trees of one shape."""
 
-    max_new_tokens: int = 128
-    """New tokens a request, at most; fewer where the context ends."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens that together have this probability; 1 keeps all."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
-    min_p: float = 0.0
-    """Keep tokens at least this likely relative to the likeliest; 0 keeps all."""
-    seed: int = 0
-    """Each request's samples depend on this and on its place in the prompt file, not on the batch."""
-    batch_size: int = 8
-    """Requests decoded together."""
-    confidence_threshold: float = 0.0
-    """Drafts are cut before the first whose confidence is under this; 0 cuts nothing."""
     tree: TreeKind | None = None
     """Draft trees of this kind instead of chains."""
     tree_k: int | None = None
@@ -60,21 +44,11 @@ class DecodingOptions(ModelOptions):
     """Nodes of a tree, the root included."""
     tree_spine: bool | None = None
     """Whether pctree keeps the greedy chain in the tree where the budget has room for it; yes by default."""
-    enable_thinking: bool | None = None
-    """Passed to the chat template as true (--enable-thinking) or false (--no-enable-thinking); else its default."""
 
-    def check(self) -> None:
-        """Raises an InputError that names an option whose value is out of range."""
-        if self.top_k >= 2**31:
-            raise InputError(f"--top-k {self.top_k} must be under {2**31} (0 switches it off)")
-        self.sampling(1)
-        for name in ("max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        if not 0 <= self.confidence_threshold <= 1:
-            raise InputError(f"--confidence-threshold {self.confidence_threshold} must be in [0, 1]")
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"--seed {self.seed} must be in 0..{2**32 - 1}")
+    @property
+    def chosen_tree(self) -> TreeSpec | None:
+        """The tree that --tree and its options describe."""
+        return None if self.tree is None else self.tree_spec(self.tree)
 
     def tree_spec(self, kind: TreeKind) -> TreeSpec:
         """The tree of this kind, with those of the tree options that the kind has."""
@@ -95,8 +69,59 @@ class DecodingOptions(ModelOptions):
         for kind in kinds:
             self.tree_spec(kind)
 
+    def check_tree(self) -> None:
+        """As `check_trees`, of what --tree names."""
+        self.check_trees([] if self.tree is None else [self.tree])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions(TreeOptions):
+    """What each request asks for."""
+
+    max_new_tokens: int = 128
+    """New tokens a request, at most; fewer where the context ends."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that together have this probability; 1 keeps all."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the likeliest; 0 keeps all."""
+    seed: int = 0
+    """Each request's samples depend on this and on its place in the prompt file, not on the batch."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template as true (--enable-thinking) or false (--no-enable-thinking); else its default."""
+
+    def check(self) -> None:
+        """Raises an InputError that names an option whose value is out of range."""
+        if self.top_k >= 2**31:
+            raise InputError(f"--top-k {self.top_k} must be under {2**31} (0 switches it off)")
+        self.sampling(1)
+        if self.max_new_tokens < 1:
+            raise InputError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed {self.seed} must be in 0..{2**32 - 1}")
+
     def sampling(self, requests: int) -> SamplingParams:
         try:
             return sampling_params(requests, self.temperature, self.top_k, self.top_p, self.min_p)
         except ValueError as error:
             raise InputError(f"--{str(error).replace('_', '-')}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodingOptions(SamplingOptions):
+    """How to decode batches."""
+
+    batch_size: int = 8
+    """Requests decoded together."""
+    confidence_threshold: float = 0.0
+    """Drafts are cut before the first whose confidence is under this; 0 cuts nothing."""
+
+    def check(self) -> None:
+        super().check()
+        if self.batch_size < 1:
+            raise InputError(f"--batch-size {self.batch_size} must be at least 1")
+        if not 0 <= self.confidence_threshold <= 1:
+            raise InputError(f"--confidence-threshold {self.confidence_threshold} must be in [0, 1]")

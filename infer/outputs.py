@@ -1,14 +1,32 @@
 """An output file that appears whole, and whose unfinished work is kept beside it."""
 
-from collections.abc import Mapping
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from dspark_jax.io import InputError, JsonlWriter, write_jsonl
 from dspark_jax.io.files import reported
+from infer.models import stamp
 
 # How a partial file begins.
 _HEADER = b'{"settings": '
+
+
+def resume_settings(options: Any, drafter: str | None, irrelevant: Collection[str]) -> dict[str, Any]:
+    """What unfinished work must have in common with a command of these options, `irrelevant` ones apart.
+
+    `options` has `prompts` and `target`, known by their contents. `drafter`: the one in use.
+    """
+    values = {key: value for key, value in dataclasses.asdict(options).items() if key not in irrelevant}
+    values |= {
+        "prompts": hashlib.sha256(options.prompts.read_bytes()).hexdigest()[:16],
+        "target": [options.target, stamp(options.target)],
+        "drafter": None if drafter is None else [drafter, stamp(drafter)],
+    }
+    return json.loads(json.dumps(values, default=lambda member: member.value))
 
 
 class ResumableOutput:

@@ -15,17 +15,21 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import dspark_jax
-from dspark_jax import DecodeConfig, DrafterConfig, request_keys
+from dspark_jax import DecodeConfig, DrafterConfig, Verifier, request_keys
 from dspark_jax.drafters import dspark
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.drafting.chain import sequential_stage
 from dspark_jax.io import Drafter, InputError, Target, write_json
 from dspark_jax.io.outputs import check_report
 from dspark_jax.io.report import environment, save_figure, shown, table
+from dspark_jax.io.step_table import StepTableLaw, save_step_table
+from dspark_jax.serving import EngineConfig
 from dspark_jax.targets.decoder import TargetParams, head_weight
 from infer.batching import bucket
-from infer.models import describe, load_described, load_named
-from infer.options import ModelOptions
+from infer.decoding import decode_config
+from infer.models import Description, describe, load_described, load_named
+from infer.options import TreeOptions
+from infer.step_table import measure, plot_steps, rates_table, warn_if_flat
 
 _WIDTHS = (1, 2, 4, 8)
 # More than the caches of most processors hold.
@@ -37,12 +41,13 @@ Timer = Callable[[], float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileOptions(ModelOptions):
+class ProfileOptions(TreeOptions):
     """Time decoding steps, verification and drafting, and compare a step with reading the weights once.
 
-    One request. Memory bandwidth and everything else are measured in turn, again and again; medians are reported, and
-    ratios are medians of the ratios within each turn; the best turns are what a busy machine disturbed least. Times
-    are of loops on the device, the prefill taken off.
+    With --slots also the rounds of a serving engine, for each bucket of tokens that it verifies in a step: the table
+    that `batch` schedules by. The rest is about one request and chains. Memory bandwidth and everything else
+    are measured in turn, again and again; medians are reported, and ratios are medians of the ratios within each turn;
+    the best turns are what a busy machine disturbed least. Times are of loops on the device, the prefill taken off.
     """
 
     output: Path = Path("profile.json")
@@ -53,12 +58,32 @@ class ProfileOptions(ModelOptions):
     """Steps of each timed loop."""
     repeats: int = 7
     """Turns."""
+    slots: int | None = None
+    """Also measure the step table of an engine of so many slots, drafting included; --tree is about it."""
+    table: Path | None = None
+    """JSON file to write it to, the plot beside it as .png; OUTPUT with _steps at its end by default."""
 
     def check(self) -> None:
-        for name in ("context", "steps", "repeats"):
-            if getattr(self, name) < 1:
+        for name in ("context", "steps", "repeats", "slots"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"--{name} {getattr(self, name)} must be at least 1")
-        check_report(self.output, [self.target, self.drafter])
+        self.check_tree()
+        inputs = [self.target, self.drafter]
+        check_report(self.output, inputs)
+        if self.slots is None:
+            for name in ("table", "tree"):
+                if getattr(self, name) is not None:
+                    raise InputError(f"--{name}: is about the step table; add --slots, or leave it out")
+            return
+        if self.drafter is None:
+            raise InputError("--slots: the step table is about rounds with drafting; add --drafter")
+        check_report(self.table_path, inputs)
+        if self.table_path.with_suffix("") == self.output.with_suffix(""):
+            raise InputError(f"--table {self.table_path}: its files would be those of --output; name another")
+
+    @property
+    def table_path(self) -> Path:
+        return self.table or self.output.with_name(f"{self.output.stem}_steps.json")
 
 
 def profile(options: ProfileOptions) -> None:
@@ -69,6 +94,7 @@ def profile(options: ProfileOptions) -> None:
         raise InputError(
             f"--context {options.context} and --steps {options.steps} are more than the target's {longest} positions"
         )
+    engine = None if options.slots is None else _engine_config(options, description, options.slots)
     target = load_described(options, description)
     drafter = None if options.drafter is None else load_named(options, options.drafter, target)
     timers: dict[str, Timer] = {"read": _bandwidth_timer()}
@@ -89,6 +115,30 @@ def profile(options: ProfileOptions) -> None:
     plot = options.output.with_suffix(".png")
     _plot(plot, report)
     print(f"wrote {options.output} and {plot}", file=sys.stderr)
+    if engine is not None:
+        _profile_engine(options, target, drafter, engine)
+
+
+def _engine_config(options: ProfileOptions, description: Description, slots: int) -> EngineConfig:
+    """An engine whose slots hold the context, the timed steps' tokens and one verification."""
+    decode = decode_config(
+        description.config, description.drafter_config, options.steps, Verifier.COUPLED, options.chosen_tree
+    )
+    return EngineConfig(decode=decode, slots=slots, capacity=options.context + options.steps + decode.width)
+
+
+def _profile_engine(options: ProfileOptions, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
+    steps = measure(target, drafter, config, options.context, options.repeats)
+    warn_if_flat(steps)
+    law = StepTableLaw.of(target, drafter, options.chosen_tree, config.slots, config.buckets)
+    print(f"\nrounds of an engine of {config.slots} slots at {options.context} tokens\n\n{rates_table(steps)}\n")
+    names = {"target": target.name, "drafter": None if drafter is None else drafter.name}
+    save_step_table(options.table_path, steps, law, **names, context=options.context, repeats=options.repeats)
+    plot = options.table_path.with_suffix(".png")
+    drafts = "chains" if law.tree is None else f"{law.tree.kind.value} of {law.tree.budget} nodes"
+    circumstances = f"{config.slots} slots, {drafts}, {law.dtype}, {law.device}"
+    plot_steps(plot, steps, f"{names['drafter']} for {target.name}, {circumstances}")
+    print(f"wrote {options.table_path} and {plot}", file=sys.stderr)
 
 
 def _bandwidth_timer() -> Timer:

@@ -14,6 +14,7 @@ from dspark_jax.io import InputError, write_json
 from dspark_jax.io.calibration import CalibrationLaw, load_calibration
 from dspark_jax.io.outputs import check_output
 from dspark_jax.io.report import environment
+from dspark_jax.io.step_table import load_step_table
 from dspark_jax.scheduling.policy import Policy, PolicyKind
 from dspark_jax.scheduling.simulation import Replay, Simulation, poisson_arrivals, simulate
 from dspark_jax.scheduling.throughput import StepTable
@@ -22,7 +23,7 @@ from infer.decoding import make_decoder
 from infer.models import Description, describe, load_described, load_named
 from infer.options import DecodingOptions
 from infer.recorded_run import RecordedRun, record_run
-from infer.simulation_inputs import read_table, read_trace
+from infer.simulation_inputs import read_trace
 from infer.simulation_report import (
     FIGURES,
     Load,
@@ -49,15 +50,15 @@ class SimulateOptions:
 
     Give models and prompts to record a run, or a run that was recorded. A recorded run holds what the drafter proposes
     from every position of the texts that the target decodes, greedily or coupled, so that it replays every policy
-    exactly. Chains only. A step takes what the throughput table says of its bucket, plain decoding's too, which a table
-    measured with drafting overcharges; reading prompts takes no time.
+    exactly. Chains only. A step takes what the throughput table says of its bucket; reading prompts takes no time.
     The JSON file holds every number; three figures go beside it: OUTPUT_thresholds.png, accepted and rejected drafts
     against a static threshold; OUTPUT_users.png, throughput against each user's speed; OUTPUT_concurrency.png,
     throughput and mean verification length against concurrency.
     """
 
     table: Path
-    """JSON file with the `capacities` of buckets in tokens and the `steps_per_second` of each."""
+    """JSON file of `profile --slots`, of this or another device: `capacities` of buckets in tokens, `steps_per_second`
+    of each, and perhaps `plain_steps_per_second`, of steps that draft nothing."""
     recording: Path | None = None
     """A run that was recorded, .npz."""
     output: Path = Path("simulation.json")
@@ -156,7 +157,7 @@ class SimulateOptions:
 
 def run_simulation(options: SimulateOptions) -> None:
     options.check()
-    table = read_table(options.table)
+    table = load_step_table(options.table)
     trace = None if options.trace is None else read_trace(options.trace)
     recorded = description = None
     if options.recording is not None:

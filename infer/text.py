@@ -3,8 +3,6 @@
 import bisect
 from collections.abc import Sequence
 
-import numpy as np
-
 from dspark_jax.io import Tokenizer
 
 # What a tokenizer makes of an incomplete UTF-8 sequence.
@@ -22,17 +20,16 @@ class Texts:
         text = self._tokenizer.decode(tokens)
         return text[: min((text.index(string) for string in self._stop if string in text), default=len(text))]
 
-    def find_stop(self, tokens: np.ndarray) -> int | None:
+    def find_stop(self, tokens: Sequence[int]) -> int | None:
         """How many tokens it takes to complete a stop string, or None."""
-        ids = tokens.tolist()
 
         def complete(count: int) -> bool:
-            text = self._tokenizer.decode(ids[:count])
+            text = self._tokenizer.decode(tokens[:count])
             return any(string in text for string in self._stop)
 
-        if not complete(len(ids)):
+        if not complete(len(tokens)):
             return None
-        return bisect.bisect_left(range(len(ids) + 1), True, key=complete)
+        return bisect.bisect_left(range(len(tokens) + 1), True, key=complete)
 
 
 class TextStream:

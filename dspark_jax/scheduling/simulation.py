@@ -5,8 +5,9 @@ after a prefix depends on that prefix alone. A `Replay` knows the proposal at ev
 schedule replays exactly: a round that verifies ℓ drafts commits min(accepted, ℓ) + 1 tokens, and the next one begins at
 a position that was recorded too.
 
-Simulated are the rounds: one takes 1 / SPS(B) seconds, which is what a `StepTable` was measured with, drafting
-included. Prompts are read in no time, as is the host's work. Plain decoding is a fixed length of 0 on the same table.
+Simulated are the rounds: one takes 1 / SPS(B) seconds, drafting included. Plain decoding is a fixed length of 0, at the
+table's plain rates where it has them. Prompts are read in no time, as is the host's work; a stale capacity drafts in
+every round, which an engine with plain rates does not.
 
 The schedules are those of `prefix_scheduler` for chains, in numpy: a step is a few microseconds of work, less than a
 compiled program takes to start.
@@ -186,7 +187,10 @@ class Scheduler:
         if self._capacities[-1] < most:
             raise ValueError(f"step table: its largest bucket is {self._capacities[-1]}, but a step has up to {most}")
         buckets = np.searchsorted(self._capacities, np.arange(most + 1))
-        self._buckets, self._rates = buckets, np.asarray(table.steps_per_second, np.float64)[buckets]
+        rates = table.steps_per_second
+        if policy.kind is PolicyKind.FIXED and policy.length == 0 and table.plain_steps_per_second is not None:
+            rates = table.plain_steps_per_second
+        self._buckets, self._rates = buckets, np.asarray(rates, np.float64)[buckets]
         self._flat = is_flat(table)
         self._best: collections.deque[int] = collections.deque(maxlen=_STALENESS)
 

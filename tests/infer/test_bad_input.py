@@ -103,6 +103,26 @@ def test_comparisons(infer, options, case):
         assert text in outcome.error_line
 
 
+BAD_PROFILES = {
+    "slots": ({"slots": 0}, ["--slots 0"]),
+    "slots without a drafter": ({"slots": 2, "drafter": None}, ["--slots", "add --drafter"]),
+    "table without slots": ({"table": "t.json"}, ["--table", "add --slots"]),
+    "tree without slots": ({"tree": "pctree"}, ["--tree", "add --slots"]),
+    "table over the report": ({"slots": 2, "table": "profile.json"}, ["--table profile.json", "--output"]),
+    "no folder for the table": ({"slots": 2, "table": "none/t.json"}, ["none/t.json", "folder none"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROFILES)
+def test_profiles_of_an_engine(infer, models, case):
+    changed, named = BAD_PROFILES[case]
+    options = {name: value for name, value in (models | changed).items() if value is not None}
+    outcome = infer("profile", **options)
+    assert outcome.code == 2
+    for text in named:
+        assert text in outcome.error_line
+
+
 def test_neither_a_drafter_nor_plain(infer, options):
     del options["drafter"]
     outcome = infer("generate", **options)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from dspark_jax.io.step_table import load_step_table
 from dspark_jax.verification.statistics import rounds_until
 from infer import profile
 from infer.decoding import Decoder
@@ -174,3 +175,18 @@ def test_profile_refuses_more_than_the_context(infer, tmp_path, models):
     outcome = infer("profile", **models, output=tmp_path / "p.json", context=1000, steps=24)
     assert outcome.code == 2
     assert "1024 positions" in outcome.error_line
+
+
+def test_profile_of_an_engine(infer, tmp_path, models, monkeypatch):
+    monkeypatch.setattr(profile, "_BANDWIDTH_BYTES", 2**20)
+    monkeypatch.setattr(profile, "_WIDTHS", (1, 8))
+    options = models | {"output": tmp_path / "profile.json", "context": 20, "steps": 8, "repeats": 1}
+    outcome = infer("profile", **options, slots=1, tree="pctree", tree_budget=3, tree_k=1)
+    assert outcome.code == 0, outcome.error
+    steps = tmp_path / "profile_steps.json"
+    table = load_step_table(steps)
+    assert table.capacities.tolist() == [1, 2, 3]
+    law = json.loads(steps.read_text())["law"]
+    assert (law["slots"], law["tree"]["budget"], law["context"], law["dtype"]) == (1, 3, 20, "float32")
+    assert steps.with_suffix(".png").read_bytes().startswith(PNG)
+    assert f"{float(table.steps_per_second[1]):,.1f}" in outcome.out

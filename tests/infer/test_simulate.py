@@ -181,7 +181,7 @@ BAD_FILES = {
     "zero rate": (
         {"bad.json": '{"capacities": [32], "steps_per_second": [0]}'},
         {"table": "bad.json"},
-        ["bad.json", "bucket 32 is 0.0"],
+        ["bad.json", "steps_per_second[0] must be a positive"],
     ),
     "tiny table": (
         {"bad.json": '{"capacities": [2], "steps_per_second": [1]}'},
