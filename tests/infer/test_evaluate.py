@@ -57,6 +57,19 @@ def test_both_verifiers_at_temperature_1(infer, tmp_path, models, prompts):
     assert "same law" in outcome.out
 
 
+def test_a_tree_is_measured_and_drawn(infer, tmp_path, models, prompts):
+    output, picture = tmp_path / "report.json", tmp_path / "tree.png"
+    options = OPTIONS | {"repeats": 1, "limit": 1, "max_new_tokens": 48, "batch_size": 1}
+    options |= {"tree": "pctree", "tree_budget": 12, "draw_tree": picture}
+    outcome = infer("evaluate", **models, prompts=prompts, output=output, **options)
+    assert outcome.code == 0, outcome.error
+    (result,) = json.loads(output.read_text())["results"]
+    assert result["method"] == "pctree N=12" and result["identical_outputs"] == 1
+    assert result["verified_nodes"] == 12 * result["rounds"] and 0 < result["second_choice_mass"] < 1
+    assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
 def test_methods_side_by_side(infer, tmp_path, models, prompts):
     """Chain, trees, their controls, the sweep and the picture, on one golden prompt."""
     output, picture = tmp_path / "report.json", tmp_path / "tree.png"

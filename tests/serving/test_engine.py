@@ -243,10 +243,16 @@ def test_anticipating_policies_are_refused_with_rejection(verifier):
     served.decode = dataclasses.replace(served.decode, verifier=verifier)
     with pytest.raises(ValueError, match="global-best"):
         served.engine(Policy(kind="global-best"))
+
+
+def test_rejection_sampling_is_served():
+    served = Served()
+    served.decode = dataclasses.replace(served.decode, verifier=Verifier.REJECTION)
     results = list(served.engine().generate(served.requests()[:4]))
     assert sorted(len(result.tokens) for result in results) == sorted(served.max_tokens[:4].tolist())
 
 
+@pytest.mark.slow
 def test_eight_devices_serve_the_same_tokens():
     served = Served()
     expected = served.expected()

@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = [
     pytest.param(path, marks=() if path.stem == "quickstart" else pytest.mark.slow, id=path.stem)
-    for path in sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+    for path in sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 ]
 
 # What each notebook's last command writes: a shell command that fails does not fail its cell.
