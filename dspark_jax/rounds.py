@@ -253,7 +253,6 @@ def verify(
             out = forward_cached(target, config.target, proposal.tokens, start, state.cache, taps, active)
         else:
             nodes = (proposal.tokens, proposal.depths, ancestors(proposal.parents, config.depth), start, state.cache)
-            noise = jnp.take_along_axis(noise, proposal.depths[..., None], axis=1)
             if capacity is None:
                 out = forward_tree(target, config.target, *nodes, taps, active)
             else:
@@ -281,14 +280,17 @@ def _decide(
     state: DecodeState,
     proposal: Proposal,
     logits: Array,
-    noise: Float[Array, "R N V"],
+    noise: Float[Array, "R depth+1 V"],
     packing: Packing | None,
 ) -> Verdict:
-    """`logits` [R, N, V], or [C, V] of packed nodes."""
-    sampling, own_noise = state.requests.sampling, noise
+    """`logits` [R, N, V], or [C, V] of packed nodes. `noise` is by depth; no node's is copied that does not run."""
+    sampling, own_noise, depths = state.requests.sampling, noise, proposal.depths
     if packing is not None:
-        sampling = jax.tree.map(lambda x: packing.gather(jnp.broadcast_to(x[:, None], noise.shape[:2])), sampling)
-        logits, own_noise = logits[:, None], packing.gather(noise)[:, None]
+        request = jnp.minimum(packing.request, depths.shape[0] - 1)
+        sampling = jax.tree.map(lambda x: x[request], sampling)
+        logits, own_noise = logits[:, None], noise[request, packing.gather(depths)][:, None]
+    elif config.tree is not None:
+        own_noise = jnp.take_along_axis(noise, depths[..., None], axis=1)
     filtered = filter_logits(logits, sampling)
 
     def spread(x: Array) -> Array:

@@ -1,6 +1,7 @@
 """Continuous batching: a host loop over compiled rounds of fixed shapes."""
 
-from dspark_jax.serving.engine import Engine, EngineConfig
+from dspark_jax.serving.config import EngineConfig
+from dspark_jax.serving.engine import Engine
 from dspark_jax.serving.measure import measure_steps
 from dspark_jax.serving.requests import Request, Result, Update
 

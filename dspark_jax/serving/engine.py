@@ -1,6 +1,7 @@
 """The host loop of continuous batching. It always has the next round's programs under way before it reads a round."""
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dspark_jax.decode_state import DecodeConfig, Requests
+from dspark_jax.decode_state import Requests
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.sampling import request_keys, sampling_params
-from dspark_jax.scheduling.policy import Policy, PolicyKind, check_lossless
+from dspark_jax.scheduling.policy import PolicyKind
 from dspark_jax.scheduling.survival import SurvivalMap, uncalibrated
 from dspark_jax.scheduling.throughput import StepTable, drafting_pays, is_flat, validate_table
+from dspark_jax.serving.config import EngineConfig
 from dspark_jax.serving.programs import (
     Report,
     admit,
@@ -27,57 +29,10 @@ from dspark_jax.serving.programs import (
 from dspark_jax.serving.requests import Request, Result, Update
 from dspark_jax.targets.decoder import TargetParams
 
-_BUCKETS = 6
-_SHORTEST_PREFILL = 32
 # Where decoding plainly is faster, so many rounds pass until a drafted one asks again.
 _PLAIN_ROUNDS = 64
 # Of the newest drafted round in the mean survival.
 _LEARNING_RATE = 0.2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """The engine's fixed shapes.
-
-    `slots`: requests decoded together. `capacity`: positions of each slot's cache, prompt and new tokens and the nodes
-    of one verification. `buckets`: capacities of a verification step, ascending, roots included; by default six from
-    everything down by halves. `prefill_tokens`: the longest chunk in which prompts are read. `prefills_per_round`:
-    chunks read between two rounds while requests are decoding.
-    """
-
-    decode: DecodeConfig
-    slots: int
-    capacity: int
-    policy: Policy = dataclasses.field(default_factory=Policy)
-    buckets: tuple[int, ...] = ()
-    prefill_tokens: int = 256
-    prefills_per_round: int = 2
-
-    def __post_init__(self) -> None:
-        for field in ("slots", "prefill_tokens", "prefills_per_round"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} {getattr(self, field)} must be at least 1")
-        if self.capacity < self.decode.width + 2:
-            raise ValueError(f"capacity {self.capacity} must be at least {self.decode.width + 2}")
-        everything = self.slots * self.decode.width
-        if not self.buckets:
-            halves = {-(-everything // 2**i) for i in range(_BUCKETS)}
-            object.__setattr__(self, "buckets", tuple(sorted(halves)))
-        if list(self.buckets) != sorted(set(self.buckets)) or self.buckets[0] < 1:
-            raise ValueError(f"buckets {list(self.buckets)} must be positive and ascending")
-        if self.buckets[-1] < everything:
-            raise ValueError(
-                f"buckets: the largest is {self.buckets[-1]}, but {self.slots} slots have up to {everything} tokens"
-            )
-        check_lossless(self.policy, self.decode.verifier, self.decode.tree is not None)
-
-    @property
-    def prefill_buckets(self) -> tuple[int, ...]:
-        """Lengths to which chunks of prompts are padded."""
-        sizes = [min(_SHORTEST_PREFILL, self.prefill_tokens)]
-        while sizes[-1] < self.prefill_tokens:
-            sizes.append(min(2 * sizes[-1], self.prefill_tokens))
-        return tuple(sizes)
 
 
 @dataclasses.dataclass(eq=False)
@@ -213,7 +168,7 @@ class Engine:
                 yield update.result
 
     def _on_mesh(self) -> Any:
-        return jax.set_mesh(self._mesh) if self._mesh is not None else _NO_MESH
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def _refusal(self, request: Request) -> str | None:
         ids, decode = request.input_ids, self.config.decode
@@ -405,15 +360,6 @@ class Engine:
         if not on_device:
             self._ended[running.slot] = True
         return Update(id=running.request.id, tokens=tuple(new), result=_finished(running, reason))
-
-
-class _NoMesh:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NO_MESH = _NoMesh()
 
 
 def _finished(running: _Running, reason: str) -> Result:

@@ -13,7 +13,7 @@ from dspark_jax.sampling import request_keys, sampling_params
 from dspark_jax.scheduling.policy import Policy
 from dspark_jax.scheduling.survival import uncalibrated
 from dspark_jax.scheduling.throughput import StepTable
-from dspark_jax.serving.engine import EngineConfig
+from dspark_jax.serving.config import EngineConfig
 from dspark_jax.serving.programs import draft_and_schedule, empty_state, plain_step, verify_and_commit
 from dspark_jax.targets.decoder import TargetParams
 

@@ -39,7 +39,8 @@ from dspark_jax.targets.decoder import TargetParams
 class Drafted:
     """A round before its verification. `proposal.valid` are the nodes scheduled, `tokens` their number.
 
-    `best_drafts`: drafts, without roots, of the schedule of the largest throughput by this round's confidences.
+    `best_drafts`: drafts, without roots, of the schedule of the largest throughput by this round's confidences,
+    for a stale capacity two rounds on; 0 under other policies.
     `survival`: of a request's nodes beside the root, the largest first, on average over the active requests.
     """
 
@@ -142,7 +143,9 @@ def draft_and_schedule(
         forest = forest_of(proposal, survival, active)
         schedule = _schedule(policy, forest, table, limit)
         count = jnp.sum(active, dtype=jnp.int32)
-        best_drafts = global_best(forest, table).tokens - count
+        best_drafts = jnp.zeros((), jnp.int32)
+        if policy.kind is PolicyKind.STALE_CAPACITY:
+            best_drafts = global_best(forest, table).tokens - count
         ranked = -jnp.sort(-forest.survival[:, 1:], axis=1)
         curve = jnp.sum(ranked, axis=0) / jnp.maximum(count, 1).astype(ranked.dtype)
     return state, Drafted(proposal.replace(valid=schedule.nodes), noise, schedule.tokens, best_drafts, curve)
