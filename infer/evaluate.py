@@ -98,6 +98,10 @@ class EvaluateOptions(DecodingOptions):
             if not (self.sweep_budget or any(name != "chain" for name in self.methods)):
                 raise InputError(f"--draw-tree {self.draw_tree}: no tree is measured; add --tree or --compare")
             check_output(self.draw_tree, inputs)
+            if self.draw_tree.absolute() in {
+                path.absolute() for path in (self.output, self.output.with_suffix(".png"), self.budget_plot)
+            }:
+                raise InputError(f"--draw-tree {self.draw_tree}: the report or a plot goes to this file; name another")
 
     @property
     def methods(self) -> tuple[MethodName, ...]:

@@ -23,6 +23,9 @@ from dspark_jax.io.outputs import check_output
 from dspark_jax.io.report import environment, table
 from dspark_jax.layers.linear import Embedding, Linear
 
+# Beyond these a run would not fit a machine, or end.
+_MOST = {"vocab_size": 10**7, "markov_rank": 2**16, "block_size": 256, "requests": 4096, "repeats": 10**6}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeCostOptions:
@@ -52,15 +55,19 @@ class TreeCostOptions:
     """Turns."""
 
     def check(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1:
-                raise InputError(f"--{field.name.replace('_', '-')} {value} must be at least 1")
+        for name, most in _MOST.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)} must be in 1..{most}")
+        self.tree()
         if self.vocab_size <= self.tree_k:
             raise InputError(f"--vocab-size {self.vocab_size} must be more than --tree-k {self.tree_k}")
-        if self.tree_budget < 2:
-            raise InputError(f"--tree-budget {self.tree_budget} must be at least 2")
         check_output(self.output)
+
+    def tree(self) -> TreeSpec:
+        try:
+            return TreeSpec(k=self.tree_k, budget=self.tree_budget)
+        except ValueError as error:
+            raise InputError(f"--{str(error).replace(' ', '-', 1)}") from error
 
 
 def tree_cost(options: TreeCostOptions) -> None:
@@ -134,4 +141,4 @@ def _inputs(options: TreeCostOptions) -> tuple[MarkovHead, Array, DrafterConfig,
     w1, w2 = (0.1 * jax.random.normal(key, shape, options.dtype) for key in keys[:2])
     logits = jax.random.normal(keys[2], (options.requests, options.block_size, options.vocab_size))
     head = MarkovHead(Embedding(weight=w1), Linear(weight=w2))
-    return head, logits, config, TreeSpec(k=options.tree_k, budget=options.tree_budget)
+    return head, logits, config, options.tree()

@@ -90,6 +90,7 @@ BAD_COMPARISONS = {
     "nothing to draw": ({"draw_tree": "tree.png"}, ["--draw-tree tree.png", "no tree"]),
     "sweep": ({"sweep_budget": (8, 1)}, ["--sweep-budget 1"]),
     "unknown method": ({"compare": "eagle"}, ["--compare", "eagle"]),
+    "the picture over the plot": ({"tree": "pctree", "draw_tree": "PLOT"}, ["--draw-tree", "name another"]),
     "no folder for the picture": ({"tree": "pctree", "draw_tree": "none/tree.png"}, ["none/tree.png"]),
 }
 
@@ -97,7 +98,9 @@ BAD_COMPARISONS = {
 @pytest.mark.parametrize("case", BAD_COMPARISONS)
 def test_comparisons(infer, options, case):
     changed, named = BAD_COMPARISONS[case]
-    outcome = infer("evaluate", **options | {"output": options["output"].with_suffix(".json")} | changed)
+    output = options["output"].with_suffix(".json")
+    changed = {name: output.with_suffix(".png") if value == "PLOT" else value for name, value in changed.items()}
+    outcome = infer("evaluate", **options | {"output": output} | changed)
     assert outcome.code == 2
     for text in named:
         assert text in outcome.error_line
@@ -121,6 +124,22 @@ def test_profiles_of_an_engine(infer, models, case):
     assert outcome.code == 2
     for text in named:
         assert text in outcome.error_line
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"tree_budget": 5000}, "--tree-budget 5000 must be in 2..1024"),
+        ({"tree_k": 0}, "--tree-k 0 must be in 1..1024"),
+        ({"vocab_size": 10**13}, "--vocab-size 10000000000000 must be in 1..10000000"),
+        ({"vocab_size": 4}, "--vocab-size 4 must be more than --tree-k 4"),
+        ({"requests": 10**9}, "--requests 1000000000"),
+    ],
+)
+def test_tree_cost(infer, tmp_path, changed, named):
+    outcome = infer("tree-cost", output=tmp_path / "cost.json", **changed)
+    assert outcome.code == 2
+    assert named in outcome.error_line
 
 
 def test_neither_a_drafter_nor_plain(infer, options):
