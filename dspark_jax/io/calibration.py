@@ -5,6 +5,7 @@ import os
 import textwrap
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -14,6 +15,7 @@ from dspark_jax.io.drafter import Drafter
 from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import read_json
 from dspark_jax.io.target import Target
+from dspark_jax.scheduling.survival import SurvivalMap, uncalibrated
 
 # What float32 holds, and its inverse, with room.
 _LARGEST = 1e30
@@ -73,6 +75,15 @@ class Calibration:
 
     temperatures: Float[np.ndarray, "gamma"]
     edge_map: EdgeMap | None
+
+    @property
+    def survival(self) -> SurvivalMap:
+        """What an engine takes; a tree's edges are as they are where no map was fitted."""
+        survival = uncalibrated(len(self.temperatures)).replace(temperatures=jnp.asarray(self.temperatures))
+        if self.edge_map is None:
+            return survival
+        alpha, beta = (jnp.asarray(value, jnp.float32) for value in (self.edge_map.alpha, self.edge_map.beta))
+        return survival.replace(alpha=alpha, beta=beta)
 
 
 def load_calibration(
