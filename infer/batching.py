@@ -54,8 +54,10 @@ def read_prompt_file(
     path: Path, description: Description, options: SamplingOptions, limit: int | None = None
 ) -> list[Prompt]:
     """All prompts of a file, of at most `limit` tokens: by default what leaves room for a new one in the context."""
-    limit = description.config.max_position_embeddings - 1 if limit is None else limit
-    encoder = PromptEncoder(description.tokenizer, description.config.vocab_size, limit, options.enable_thinking)
+    limit = description.target.config.max_position_embeddings - 1 if limit is None else limit
+    encoder = PromptEncoder(
+        description.target.tokenizer, description.target.config.vocab_size, limit, options.enable_thinking
+    )
     return read_prompts(path, encoder)
 
 
