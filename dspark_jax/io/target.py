@@ -19,6 +19,7 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import atomic_folder, read_json, write_json
 from dspark_jax.io.gguf import GgufFile
+from dspark_jax.io.prompts import PromptEncoder
 from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
 from dspark_jax.io.tensors import TensorSource, check_tensors, load_parameters, stored_names
 from dspark_jax.io.tokenizer import Tokenizer, load_tokenizer
@@ -64,6 +65,11 @@ class TargetDescription:
             for name in ("embed_tokens", f"layers.{last}.mlp.down_proj", f"layers.{last}.input_layernorm", "norm"):
                 digest.update(np.asarray(source.read(f"model.{name}.weight", few), np.float32).tobytes())
         return digest.hexdigest()[:16]
+
+    def prompt_encoder(self, enable_thinking: bool | None, limit: int | None = None) -> PromptEncoder:
+        """For prompts of at most `limit` tokens: by default as many as leave room for a new one in the context."""
+        limit = self.config.max_position_embeddings - 1 if limit is None else limit
+        return PromptEncoder(self.tokenizer, self.config.vocab_size, limit, enable_thinking)
 
     def load(self, *, dtype: Any = "float32", mesh: Mesh | None = None, stacked_layers: bool = False) -> Target:
         """Reads the weights: as `load_target`, with its errors."""
