@@ -134,8 +134,6 @@ class SamplingOptions(TreeOptions):
 
     def check(self) -> None:
         """Raises an InputError that names an option whose value is out of range."""
-        if self.top_k >= 2**31:
-            raise InputError(f"--top-k {self.top_k} must be under {2**31} (0 switches it off)")
         self.sampling(1)
         if self.max_new_tokens < 1:
             raise InputError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")

@@ -83,8 +83,6 @@ class CalibrateConfig:
             raise InputError(f"--seed {self.seed}: must be in 0..{2**32 - 1}")
         if not self.prompts:
             raise InputError("--prompts: name at least one file")
-        if self.top_k >= 2**31:
-            raise InputError(f"--top-k {self.top_k}: must be under {2**31}")
         try:
             sampling_params(1, **self.sampling)
         except ValueError as error:
