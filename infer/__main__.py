@@ -14,6 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from infer.batch import BatchOptions, batch
     from infer.evaluate import EvaluateOptions, evaluate
     from infer.generate import GenerateOptions, generate
+    from infer.load import LoadOptions, load
     from infer.profile import ProfileOptions, profile
     from infer.simulate import SimulateOptions, run_simulation
     from infer.tree_cost import TreeCostOptions, tree_cost
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "generate": Command(GenerateOptions, generate),
         "batch": Command(BatchOptions, batch),
         "evaluate": Command(EvaluateOptions, evaluate),
+        "load": Command(LoadOptions, load),
         "profile": Command(ProfileOptions, profile),
         "simulate": Command(SimulateOptions, run_simulation),
         "tree-cost": Command(TreeCostOptions, tree_cost),

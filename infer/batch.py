@@ -13,7 +13,7 @@ from dspark_jax.io.calibration import CalibrationLaw, load_calibration
 from dspark_jax.io.outputs import check_output
 from dspark_jax.io.step_table import StepTableLaw, load_step_table
 from dspark_jax.scheduling.policy import Policy, PolicyKind, check_lossless
-from dspark_jax.scheduling.survival import SurvivalMap, uncalibrated
+from dspark_jax.scheduling.survival import SurvivalMap
 from dspark_jax.scheduling.throughput import StepTable
 from dspark_jax.serving import Engine, EngineConfig
 from infer.batch_run import BatchRun
@@ -124,7 +124,9 @@ def batch(options: BatchOptions) -> None:
         capacity=capacity,
         policy=options.chosen_policy(),
     )
-    survival = _survival(options, target, drafter, config)
+    survival = None
+    if drafter is not None:
+        survival = chosen_survival(options.calibration, target, drafter, config.decode, options.sampling_law)
     table = _step_table(options, target, drafter, config)
     engine = Engine(target.params, None if drafter is None else drafter.params, config, table, survival)
     texts = None if target.tokenizer is None else Texts(target.tokenizer, options.stop)
@@ -143,20 +145,14 @@ def _slot_room(prompts: Sequence[Prompt], decode: DecodeConfig) -> int:
     return min(max(needed), context)
 
 
-def _survival(options: BatchOptions, target: Target, drafter: Drafter | None, config: EngineConfig) -> SurvivalMap:
-    survival = uncalibrated(config.decode.depth)
-    if options.calibration is None or drafter is None:
-        return survival
-    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    law = CalibrationLaw.of(target, drafter, options.verifier, **sampling)
-    calibration = load_calibration(options.calibration, config.decode.depth, law, config.decode.tree)
-    survival = survival.replace(temperatures=jnp.asarray(calibration.temperatures))
-    if config.decode.tree is None or calibration.edge_map is None:
-        return survival
-    return survival.replace(
-        alpha=jnp.asarray(calibration.edge_map.alpha, jnp.float32),
-        beta=jnp.asarray(calibration.edge_map.beta, jnp.float32),
-    )
+def chosen_survival(
+    path: Path | None, target: Target, drafter: Drafter, decode: DecodeConfig, sampling: dict[str, float]
+) -> SurvivalMap | None:
+    """The calibration file's map, which must be about what is decoded; None without a file."""
+    if path is None:
+        return None
+    law = CalibrationLaw.of(target, drafter, decode.verifier, **sampling)
+    return load_calibration(path, decode.depth, law, decode.tree).survival
 
 
 def _step_table(options: BatchOptions, target: Target, drafter: Drafter | None, config: EngineConfig) -> StepTable:

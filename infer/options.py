@@ -140,9 +140,14 @@ class SamplingOptions(TreeOptions):
         if not 0 <= self.seed < 2**32:
             raise InputError(f"--seed {self.seed} must be in 0..{2**32 - 1}")
 
+    @property
+    def sampling_law(self) -> dict[str, float]:
+        """How tokens are drawn, by the names that requests and `sampling_params` have for it."""
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
     def sampling(self, requests: int) -> SamplingParams:
         try:
-            return sampling_params(requests, self.temperature, self.top_k, self.top_p, self.min_p)
+            return sampling_params(requests, **self.sampling_law)
         except ValueError as error:
             raise InputError(f"--{str(error).replace('_', '-')}") from error
 

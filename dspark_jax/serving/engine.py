@@ -15,8 +15,9 @@ from dspark_jax.decode_state import Requests
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.sampling import request_keys, sampling_params
 from dspark_jax.scheduling.policy import PolicyKind
+from dspark_jax.scheduling.stale_capacity import StaleCapacity
 from dspark_jax.scheduling.survival import SurvivalMap, uncalibrated
-from dspark_jax.scheduling.throughput import StepTable, drafting_pays, is_flat, validate_table
+from dspark_jax.scheduling.throughput import StepTable, validate_table
 from dspark_jax.serving.config import EngineConfig
 from dspark_jax.serving.programs import (
     Report,
@@ -28,11 +29,6 @@ from dspark_jax.serving.programs import (
 )
 from dspark_jax.serving.requests import Request, Result, Update
 from dspark_jax.targets.decoder import TargetParams
-
-# Where decoding plainly is faster, so many rounds pass until a drafted one asks again.
-_PLAIN_ROUNDS = 64
-# Of the newest drafted round in the mean survival.
-_LEARNING_RATE = 0.2
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,16 +97,13 @@ class Engine:
         self.config, self.statistics = config, Statistics()
         self._target, self._drafter, self._table, self._mesh = target, drafter, table, mesh
         self._survival = uncalibrated(config.decode.depth) if survival is None else survival
-        self._everything = is_flat(table)
+        self._stale = StaleCapacity(table)
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, _Running] = {}
         self._pending: collections.deque[_Pending] = collections.deque()
         self._cancelled: set[Hashable] = set()
         self._undelivered: collections.deque[Update] = collections.deque()
         self._ended = np.zeros(config.slots, bool)
-        self._best_drafts: int | None = None
-        self._survival_curve: np.ndarray | None = None
-        self._plain_in_a_row = 0
         dtype = target.embed_tokens.weight.dtype
         with self._on_mesh():
             self._state = empty_state(config.decode, self._requests([]), config.capacity, dtype)
@@ -312,29 +305,16 @@ class Engine:
         policy = self.config.policy
         if self._drafter is None or (policy.kind is PolicyKind.FIXED and policy.length == 0):
             return True
-        if policy.kind is not PolicyKind.STALE_CAPACITY or self._survival_curve is None:
-            return False
-        if drafting_pays(self._table, self._survival_curve, active) or self._plain_in_a_row >= _PLAIN_ROUNDS:
-            self._plain_in_a_row = 0
-            return False
-        self._plain_in_a_row += 1
-        return True
-
-    def _learn(self, report: Report) -> None:
-        """What a drafted round says about rounds to come. It is two rounds old, or more, when one heeds it."""
-        self._best_drafts = int(report.best_drafts)
-        before = report.survival if self._survival_curve is None else self._survival_curve
-        self._survival_curve = before + _LEARNING_RATE * (report.survival - before)
+        return policy.kind is PolicyKind.STALE_CAPACITY and self._stale.plainly(active)
 
     def _wanted(self, active: int) -> int:
         """Tokens of the next verification as far as they are known before it is drafted."""
         decode, policy = self.config.decode, self.config.policy
-        most = active * decode.width
         if policy.kind is PolicyKind.FIXED and decode.tree is None:
             return active * (1 + min(policy.length or 0, decode.depth))
-        if policy.kind is PolicyKind.STALE_CAPACITY and not self._everything and self._best_drafts is not None:
-            return min(active + self._best_drafts, most)
-        return most
+        if policy.kind is PolicyKind.STALE_CAPACITY:
+            return self._stale.wanted(active, decode.width)
+        return active * decode.width
 
     def _bucket(self, tokens: int) -> int:
         return next(bucket for bucket in self.config.buckets if bucket >= tokens)
@@ -362,8 +342,9 @@ class Engine:
             elif new:
                 running.tokens += new
                 updates.append(Update(id=running.request.id, tokens=tuple(new)))
-        if pending.drafted:
-            self._learn(host)
+        # A round that was dispatched before its last requests were known to have ended says nothing.
+        if pending.drafted and host.kept.any():
+            self._stale.learn(int(host.best_drafts), host.survival)
         return updates
 
     def _finish(self, running: _Running, new: Sequence[int], reason: str, on_device: bool) -> Update:
