@@ -20,13 +20,13 @@ from infer.batch_run import BatchRun
 from infer.batching import read_prompt_file
 from infer.decoding import decode_config
 from infer.models import describe, load_described, load_named, print_cache_size
-from infer.options import SamplingOptions
+from infer.options import SamplingOptions, under_mesh
 from infer.outputs import ResumableOutput, resume_settings
 from infer.step_table import measure, warn_if_flat
 from infer.text import Texts
 
 # Options that change neither what is generated nor which policy schedules it.
-_IRRELEVANT = ("slots", "table", "calibration", "output", "allow_config_key")
+_IRRELEVANT = ("slots", "table", "calibration", "output", "mesh", "allow_config_key")
 _WITHOUT_TABLE = (PolicyKind.FIXED, PolicyKind.THRESHOLD)
 
 
@@ -96,16 +96,17 @@ class BatchOptions(SamplingOptions):
         return policy
 
 
+@under_mesh
 def batch(options: BatchOptions) -> None:
     options.check()
     output = ResumableOutput(options.output, resume_settings(options, options.drafter, _IRRELEVANT))
     description = describe(options, options.drafter)
     # Whatever their length: too long ones fail alone.
     prompts = read_prompt_file(options.prompts, description, options, limit=sys.maxsize)
-    if description.tokenizer is None and options.stop:
+    if description.target.tokenizer is None and options.stop:
         raise InputError(f"{options.target}: has no tokenizer, which --stop needs")
     decode = decode_config(
-        description.config,
+        description.target.config,
         description.drafter_config,
         options.max_new_tokens,
         options.verifier,

@@ -18,6 +18,7 @@ from dspark_jax.scheduling.policy import Policy, PolicyKind
 from dspark_jax.scheduling.survival import SurvivalMap
 from dspark_jax.scheduling.throughput import StepTable
 from dspark_jax.serving import Engine, EngineConfig, Request, Result, Statistics, measure_schedule
+from dspark_jax.sharding import mesh_of
 from infer.batch import chosen_survival
 from infer.batching import read_prompt_file
 from infer.decoding import decode_config
@@ -32,7 +33,7 @@ from infer.load_report import (
     sweep_fields,
 )
 from infer.models import describe, load_described, load_named, print_cache_size
-from infer.options import SamplingOptions
+from infer.options import SamplingOptions, under_mesh
 from infer.step_table import measure
 
 # A machine that holds more slots is not measured by one command.
@@ -88,15 +89,20 @@ class LoadOptions(SamplingOptions):
         check_report(self.output, [self.prompts, self.target, self.drafter, self.calibration])
 
 
+@under_mesh
 def load(options: LoadOptions) -> None:
     options.check()
     description = describe(options, options.drafter)
     prompts = read_prompt_file(options.prompts, description, options)
     longest = max(len(prompt.turn_ids()) for prompt in prompts) + options.max_new_tokens
     decode = decode_config(
-        description.config, description.drafter_config, options.max_new_tokens, options.verifier, options.chosen_tree
+        description.target.config,
+        description.drafter_config,
+        options.max_new_tokens,
+        options.verifier,
+        options.chosen_tree,
     )
-    capacity = min(longest, description.config.max_position_embeddings) + decode.width
+    capacity = min(longest, description.target.config.max_position_embeddings) + decode.width
     print_cache_size(description, max(options.concurrency), capacity, options.dtype)
     target = load_described(options, description)
     drafter = load_named(options, options.drafter, target)
@@ -114,6 +120,7 @@ def load(options: LoadOptions) -> None:
         "law": dataclasses.asdict(law)
         | {"target": target.name, "drafter": drafter.name, "prompts": options.prompts.name, "dtype": options.dtype}
         | {"calibration": None if options.calibration is None else options.calibration.name}
+        | {"mesh": mesh_of(target.params.embed_tokens.weight)}
         | environment(),
         "max_new_tokens": options.max_new_tokens,
         "repeats": options.repeats,

@@ -102,6 +102,7 @@ class Engine:
         self._running: dict[int, _Running] = {}
         self._pending: collections.deque[_Pending] = collections.deque()
         self._cancelled: set[Hashable] = set()
+        self._undelivered: collections.deque[Update] = collections.deque()
         self._ended = np.zeros(config.slots, bool)
         dtype = target.embed_tokens.weight.dtype
         with self._on_mesh():
@@ -117,12 +118,13 @@ class Engine:
 
     def cancel(self, request_id: Hashable) -> None:
         """Ends a request soon; its result holds what was generated until then. Unknown ids are ignored."""
-        self._cancelled.add(request_id)
+        if request_id in self._unfinished():
+            self._cancelled.add(request_id)
 
     @property
     def busy(self) -> bool:
-        """Whether anything is waiting, running or unread."""
-        return bool(self._waiting or self._running or self._pending)
+        """Whether anything is waiting, running, unread or not yet handed out."""
+        return bool(self._waiting or self._running or self._pending or self._undelivered)
 
     @property
     def free(self) -> int:
@@ -132,7 +134,8 @@ class Engine:
     def step(self) -> list[Update]:
         """Dispatches prefills and one round, then reads what was dispatched before them."""
         with self._on_mesh():
-            updates = self._drop_cancelled()
+            updates = [*self._undelivered, *self._drop_cancelled()]
+            self._undelivered.clear()
             self._prefill()
             active = [running for running in self._running.values() if running.active]
             if active:
@@ -143,7 +146,10 @@ class Engine:
         return updates
 
     def updates(self, requests: Iterable[Request]) -> Iterator[Update]:
-        """Runs requests, taken as slots become free, and yields new tokens as they come."""
+        """Runs requests, taken as slots become free, and yields new tokens as they come.
+
+        What it has not yielded when it is closed early, the next one or the next `step` gives.
+        """
         source, exhausted = iter(requests), False
         while not exhausted or self.busy:
             while not exhausted and self.free:
@@ -152,7 +158,9 @@ class Engine:
                 refused = None if request is None else self.submit(request)
                 if refused is not None:
                     yield refused
-            yield from self.step()
+            self._undelivered.extend(self.step())
+            while self._undelivered:
+                yield self._undelivered.popleft()
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Result]:
         """Runs requests, taken as slots become free, and yields results as they finish."""
@@ -163,22 +171,26 @@ class Engine:
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
+    def _unfinished(self) -> set[Hashable]:
+        """Ids of requests whose result was not handed out."""
+        running = {running.request.id for running in self._running.values()}
+        return running | {request.id for request in self._waiting} | {update.id for update in self._undelivered}
+
     def _refusal(self, request: Request) -> str | None:
         ids, decode = request.input_ids, self.config.decode
-        taken = {running.request.id for running in self._running.values()} | {other.id for other in self._waiting}
-        if request.id in taken:
+        if request.id in self._unfinished():
             return f"id {request.id!r} belongs to an unfinished request"
         if not len(ids):
             return "input_ids is empty"
         vocabulary = decode.target.vocab_size
-        wrong = [token for token in ids if type(token) is bool or not 0 <= token < vocabulary]
+        wrong = [token for token in ids if not (_is_integer(token) and 0 <= token < vocabulary)]
         if wrong:
             return f"input_ids has {wrong[0]!r}, outside the vocabulary of {vocabulary}"
         room = min(self.config.capacity - decode.width, decode.target.max_position_embeddings) - len(ids)
         if room < 1:
             return f"input_ids has {len(ids)} tokens, but a slot has room for {room + len(ids) - 1} and a new one"
-        if request.max_tokens is not None and request.max_tokens < 1:
-            return f"max_tokens {request.max_tokens} must be at least 1"
+        if request.max_tokens is not None and not (_is_integer(request.max_tokens) and request.max_tokens >= 1):
+            return f"max_tokens {request.max_tokens} must be an integer of at least 1"
         try:
             sampling_params(1, request.temperature, request.top_k, request.top_p, request.min_p)
         except ValueError as error:
@@ -341,6 +353,10 @@ class Engine:
         if not on_device:
             self._ended[running.slot] = True
         return Update(id=running.request.id, tokens=tuple(new), result=_finished(running, reason))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _finished(running: _Running, reason: str) -> Result:

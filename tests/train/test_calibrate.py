@@ -114,7 +114,7 @@ BAD = {
     "missing prompts": ({"prompts": "none.jsonl"}, ["none.jsonl: no such file"]),
     "missing target": ({"target": "./none"}, ["./none: no such folder"]),
     "missing drafter": ({"drafter": "./none"}, ["./none: no such folder"]),
-    "no confidence head": ({"drafter": GOLDENS / "dflash"}, ["dflash/config.json", "no confidence head"]),
+    "no confidence head": ({"drafter": GOLDENS / "dflash"}, ["--drafter", "dflash", "no confidence head"]),
     "missing output folder": ({"output": "none/out.json"}, ["none/out.json", "folder none"]),
     "output is the plot": ({"output": "out.png"}, ["out.png", ".json"]),
     "temperature": ({"temperature": -1}, ["--temperature -1"]),
@@ -139,7 +139,7 @@ def test_bad_options(options, one_line, case, tmp_path):
     assert not list(tmp_path.glob("calibration*"))
 
 
-def test_bad_prompts(options, one_line, tmp_path, write_rows):
+def test_bad_prompts(options, one_line, tmp_path, write_rows, no_weights):
     single = write_rows(tmp_path / "single.jsonl", [{"input_ids": [1]}])
     one_line(arguments(options | {"prompts": single}), single, "one prompt")
     one_line(arguments(options | {"prompts": (single, single)}), "--prompts", "twice")
