@@ -1,6 +1,8 @@
-"""Decoding that keeps what each round drafted and what became of it: the data that confidences are calibrated on."""
+"""Decoding that keeps what each round drafted: what confidences are calibrated on, and what simulations replay."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +14,17 @@ from dspark_jax.decode_state import DecodeConfig, DecodeState, Requests
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.generation import Generation, generation_of
 from dspark_jax.proposals import Proposal
-from dspark_jax.rounds import begin_round, commit, prefill, propose_round, target_noise, verify
+from dspark_jax.rounds import (
+    anchors_alone,
+    begin_round,
+    commit,
+    draft,
+    draft_hidden,
+    prefill,
+    propose_round,
+    target_noise,
+    verify,
+)
 from dspark_jax.sharding import under_auto_axes
 from dspark_jax.targets.decoder import TargetParams
 from dspark_jax.verification.walk import Verdict
@@ -71,24 +83,60 @@ def record_rounds(
                 observed = Recording(None, None, decided_edges(proposal, verification.verdict))
             return commit(drafter, config, state, proposal, verification), observed
 
-        def body(carry):
-            state, recording = carry
-            state = begin_round(state)
-            rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-            columns = jnp.where(state.done, config.max_new_tokens, state.counts.rounds - 1)
-            state, observed = observed_round(state)
-            recording = jax.tree.map(lambda x, new: x.at[rows, columns].set(new, mode="drop"), recording, observed)
-            return state, recording
-
-        state = prefill(target, drafter, config, requests, tokens, lengths)
-        _, one_round = jax.eval_shape(observed_round, state)
-        recording = jax.tree.map(
-            lambda x: jnp.zeros((x.shape[0], config.max_new_tokens, *x.shape[1:]), x.dtype), one_round
-        )
-        state, recording = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, recording))
-        return generation_of(config, state), recording
+        return _record(config, observed_round, prefill(target, drafter, config, requests, tokens, lengths))
 
     return run(target, drafter, tokens, lengths, requests)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def record_positions(
+    target: TargetParams,
+    drafter: DrafterParams,
+    tokens: Int[Array, "R P"],
+    lengths: Int[Array, "R"],
+    requests: Requests,
+    config: DecodeConfig,
+) -> tuple[Generation, tuple[Proposal, Proposal | None]]:
+    """Decodes plainly, and keeps what the drafter proposes from every position: the chain and, if the config has one,
+    the tree. Their arrays have an axis of rounds after R; a request's rows from its number of rounds on are zero.
+
+    Under greedy and coupled sampling that is the proposal of whichever round begins there. The other arguments are
+    those of `record_rounds`.
+    """
+    chain = dataclasses.replace(config, tree=None)
+
+    @under_auto_axes
+    def run(target, drafter, tokens, lengths, requests):
+        def observed_round(state: DecodeState) -> tuple[DecodeState, tuple[Proposal, Proposal | None]]:
+            noise = target_noise(config, state)
+            hidden = draft_hidden(drafter, config, state)
+            tree = None if config.tree is None else draft(drafter, config, state, hidden, noise)
+            observed = (draft(drafter, chain, state, hidden, noise), tree)
+            alone = anchors_alone(state)
+            verification = verify(target, chain, state, alone, noise[:, :1])
+            return commit(drafter, chain, state, alone, verification), observed
+
+        return _record(chain, observed_round, prefill(target, drafter, chain, requests, tokens, lengths))
+
+    return run(target, drafter, tokens, lengths, requests)
+
+
+def _record(config: DecodeConfig, observed_round: Callable, state: DecodeState) -> tuple[Generation, Any]:
+    """Runs rounds to the end. What `observed_round(state)` gives beside the new state is kept at [R, round]."""
+
+    def body(carry):
+        state, recording = carry
+        state = begin_round(state)
+        rows = jnp.arange(state.done.shape[0], dtype=jnp.int32)
+        columns = jnp.where(state.done, config.max_new_tokens, state.counts.rounds - 1)
+        state, observed = observed_round(state)
+        recording = jax.tree.map(lambda x, new: x.at[rows, columns].set(new, mode="drop"), recording, observed)
+        return state, recording
+
+    _, one_round = jax.eval_shape(observed_round, state)
+    recording = jax.tree.map(lambda x: jnp.zeros((x.shape[0], config.max_new_tokens, *x.shape[1:]), x.dtype), one_round)
+    state, recording = jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, recording))
+    return generation_of(config, state), recording
 
 
 def decided_edges(proposal: Proposal, verdict: Verdict) -> Edges:

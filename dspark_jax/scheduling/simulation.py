@@ -1,30 +1,25 @@
 """Recorded decoding replayed under load, in simulated time: what a policy is worth on a device's throughput table.
 
 Under greedy and coupled sampling a request's text does not depend on what is verified, and what the drafter proposes
-after a prefix depends on that prefix alone. A `Replay` knows the proposal at every position of every text, so that any
-schedule replays exactly: a round that verifies ℓ drafts commits min(accepted, ℓ) + 1 tokens, and the next one begins at
-a position that was recorded too.
+after a prefix depends on that prefix alone. A `Replay` knows the proposal, chain or tree, at every position of every
+text, so that any schedule replays exactly: a round that verifies n nodes of the accepted path commits n tokens and the
+target's own, and the next one begins at a position that was recorded too.
 
-Simulated are the rounds: one takes 1 / SPS(B) seconds, drafting included. Plain decoding is a fixed length of 0, at the
-table's plain rates where it has them. Prompts are read in no time, as is the host's work; a stale capacity drafts in
-every round, which an engine with plain rates does not.
-
-The schedules are those of `prefix_scheduler` for chains, in numpy: a step is a few microseconds of work, less than a
-compiled program takes to start.
+Simulated are the rounds: one takes 1 / SPS(B) seconds, drafting included, or what the table says of a plain one where
+nothing is drafted. Prompts are read in no time, as is the host's work, and a request's slot is free at once.
 """
 
-import collections
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from dspark_jax.scheduling.policy import Policy, PolicyKind
-from dspark_jax.scheduling.throughput import StepTable, is_flat
-
-# Rounds between the confidences that a stale capacity is chosen from and the round that it is for.
-_STALENESS = 2
+from dspark_jax.scheduling.forest import Forest
+from dspark_jax.scheduling.policy import Policy
+from dspark_jax.scheduling.replayed_policy import ReplayedPolicy
+from dspark_jax.scheduling.throughput import StepTable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,18 +27,25 @@ class Replay:
     """What a drafter proposes from every position of finished requests.
 
     `lengths`: new tokens L of each request, at least 2. A request has L - 1 rows, one request after the other: row i is
-    the round that begins when i + 1 of its tokens are committed. `survival`: a_k of the row's drafts, not increasing
-    along a row. `accepted`: how many of them the target accepts if all are verified.
+    the round that begins when i + 1 of its tokens are committed. `forest`: the nodes of each row, in numpy arrays.
+    `accepted`: the drafts that the target accepts if all are verified, a path from the root, which is not among them.
+    `trees`: whether the rows are trees rather than chains.
     """
 
     lengths: Int[np.ndarray, "requests"]
-    survival: Float[np.ndarray, "rows gamma"]
-    accepted: Int[np.ndarray, "rows"]
+    forest: Forest
+    accepted: Bool[np.ndarray, "rows N"]
+    trees: bool
 
     @functools.cached_property
     def begins(self) -> Int[np.ndarray, "requests"]:
         """The first row of each request."""
         return np.cumsum(self.lengths - 1) - (self.lengths - 1)
+
+    @property
+    def width(self) -> int:
+        """Nodes N of a row, the root included."""
+        return self.accepted.shape[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,12 +121,25 @@ class Simulation:
         return float((self.admitted - self.arrived).mean())
 
 
-def accepted_drafts(drafts: Int[np.ndarray, "L-1 gamma"], text: Int[np.ndarray, "L"]) -> Int[np.ndarray, "L-1"]:
-    """How many drafts of each position's round agree with the text; those after its end do not."""
-    rounds, gamma = drafts.shape
-    followed = np.concatenate([text, np.full(gamma, -1, text.dtype)])
-    index = 1 + np.arange(rounds)[:, None] + np.arange(gamma)
-    return np.cumprod(drafts == followed[index], axis=1, dtype=np.int64).sum(axis=1)
+def accepted_drafts(
+    tokens: Int[np.ndarray, "L-1 N"],
+    parents: Int[np.ndarray, "L-1 N"],
+    depths: Int[np.ndarray, "L-1 N"],
+    text: Int[np.ndarray, "L"],
+) -> Bool[np.ndarray, "L-1 N"]:
+    """Which drafts of each position's round agree with the text, all ancestors included; none does after its end.
+
+    `parents` come before their children; negative at roots, and at nodes that do not exist.
+    """
+    rounds, count = tokens.shape
+    followed = np.concatenate([text, np.full(depths.max(), -1, text.dtype)])
+    agree = tokens == followed[np.arange(rounds)[:, None] + depths]
+    rows, accepted = np.arange(rounds), parents < 0
+    for node in range(1, count):
+        parent = parents[:, node]
+        accepted[:, node] = (parent >= 0) & agree[:, node] & accepted[rows, parent]
+    accepted[:, 0] = False
+    return accepted
 
 
 def poisson_arrivals(rate: float, count: int, rng: np.random.Generator) -> Float[np.ndarray, "count"]:
@@ -142,16 +157,17 @@ def simulate(
 ) -> Simulation:
     """Runs the replay's `requests`, which arrive at ascending `arrivals` and wait, in order, for one of the slots.
 
-    If all arrive at once, `slots` is a fixed concurrency. Raises ValueError for a table that does not hold all drafts
+    If all arrive at once, `slots` is a fixed concurrency. Raises ValueError for a table that does not hold all nodes
     of all slots.
     """
-    scheduler = Scheduler(policy, table, slots * (1 + replay.survival.shape[1]))
+    replayed = ReplayedPolicy(policy, table, slots, replay.width, replay.trees)
     admitted, finished = np.zeros(len(requests)), np.zeros(len(requests))
     steps: list[tuple[float, ...]] = []
     members, rows, left = (np.zeros(0, np.int64) for _ in range(3))
     now, waiting = 0.0, 0
     while waiting < len(requests) or len(members):
         if not len(members):
+            replayed.rest()
             now = max(now, float(arrivals[waiting]))
         arrived = int(np.searchsorted(arrivals, now, side="right"))
         new = np.arange(waiting, min(arrived, waiting + slots - len(members)))
@@ -161,11 +177,11 @@ def simulate(
             members = np.concatenate([members, new])
             rows = np.concatenate([rows, replay.begins[requests[new]]])
             left = np.concatenate([left, replay.lengths[requests[new]] - 1])
-        lengths, rate = scheduler.step(replay.survival[rows])
-        accepted = np.minimum(replay.accepted[rows], lengths)
+        nodes, rate = replayed.round(jax.tree.map(lambda x, rows=rows: x[rows], replay.forest))
+        accepted = (nodes & replay.accepted[rows]).sum(axis=1)
         committed = np.minimum(accepted + 1, left)
         now += 1 / rate
-        steps.append((now, 1 / rate, len(members), lengths.sum(), accepted.sum(), committed.sum()))
+        steps.append((now, 1 / rate, len(members), nodes.sum() - len(members), accepted.sum(), committed.sum()))
         rows, left = rows + committed, left - committed
         done = left == 0
         if done.any():
@@ -174,55 +190,3 @@ def simulate(
     ends, seconds = np.asarray([step[:2] for step in steps], np.float64).T
     active, drafts, accepted, committed = np.asarray([step[2:] for step in steps], np.int64).T
     return Simulation(ends, seconds, active, drafts, accepted, committed, arrivals, admitted, finished)
-
-
-class Scheduler:
-    """A policy's verified lengths, step by step; it remembers what a stale capacity is chosen from.
-
-    `most`: tokens of the largest step there can be, roots included.
-    """
-
-    def __init__(self, policy: Policy, table: StepTable, most: int) -> None:
-        self._policy, self._capacities = policy, np.asarray(table.capacities)
-        if self._capacities[-1] < most:
-            raise ValueError(f"step table: its largest bucket is {self._capacities[-1]}, but a step has up to {most}")
-        buckets = np.searchsorted(self._capacities, np.arange(most + 1))
-        rates = table.steps_per_second
-        if policy.kind is PolicyKind.FIXED and policy.length == 0 and table.plain_steps_per_second is not None:
-            rates = table.plain_steps_per_second
-        self._buckets, self._rates = buckets, np.asarray(rates, np.float64)[buckets]
-        self._flat = is_flat(table)
-        self._best: collections.deque[int] = collections.deque(maxlen=_STALENESS)
-
-    def step(self, survival: Float[np.ndarray, "A gamma"]) -> tuple[Int[np.ndarray, "A"], float]:
-        """The verified length of each active request, and the steps a second of the bucket that they run in."""
-        match self._policy.kind:
-            case PolicyKind.FIXED:
-                lengths = np.full(len(survival), min(self._policy.length or 0, survival.shape[1]))
-            case PolicyKind.THRESHOLD:
-                lengths = (survival >= self._policy.threshold).sum(axis=1)
-            case _:
-                lengths = self._scheduled(survival)
-        return lengths, float(self._rates[len(survival) + lengths.sum()])
-
-    def _scheduled(self, survival: Float[np.ndarray, "A gamma"]) -> Int[np.ndarray, "A"]:
-        requests = len(survival)
-        by_depth = survival.T.ravel()
-        order = np.argsort(-by_depth, kind="stable")
-        expected = requests + np.concatenate([[0], np.cumsum(by_depth[order])])
-        theta = expected * self._rates[requests : requests + len(expected)]
-        if self._policy.kind is PolicyKind.EARLY_STOP:
-            stops = np.flatnonzero(theta[1:] <= theta[:-1])
-            drafts = int(stops[0]) if len(stops) else len(order)
-        else:
-            drafts = int(np.argmax(theta))
-        if self._policy.kind is PolicyKind.STALE_CAPACITY:
-            drafts = self._stale(drafts, requests, len(order))
-        return np.bincount(order[:drafts] % requests, minlength=requests)
-
-    def _stale(self, best: int, requests: int, most: int) -> int:
-        """Drafts that fill the bucket of the best schedule two rounds ago; all until there was one."""
-        known = len(self._best) == _STALENESS and not self._flat
-        drafts = min(self._best[0], most) if known else most
-        self._best.append(best)
-        return min(int(self._capacities[self._buckets[requests + drafts]]) - requests, most)
