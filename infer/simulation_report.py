@@ -1,53 +1,38 @@
 """What a simulation found, as a table, figures and JSON."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dspark_jax.io.report import save_figure, shown, table
 from dspark_jax.scheduling.simulation import Simulation
+from infer.simulation_plan import PLAIN, REFERENCE, Drafts, Kind, Load
 
-FIGURES = ("thresholds", "users", "concurrency")
 _MARKERS = "os^vDPX"
+_REFERENCE_COLOR = "0.6"
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Load:
-    """Requests of a replay and when they arrive. `slots`: in a closed loop, the concurrency. `rate`: Poisson's."""
-
-    kind: Literal["closed", "poisson", "trace"]
-    rate: float | None
-    slots: int
-    requests: Int[np.ndarray, "n"]
-    arrivals: Float[np.ndarray, "n"]
-
-    @property
-    def label(self) -> str:
-        match self.kind:
-            case "closed":
-                return f"{self.slots} at once"
-            case "poisson":
-                return f"{self.rate:g} a second"
-            case "trace":
-                return "trace"
+# (threshold, what it came to) of a sweep.
+Sweep = Sequence[tuple[float, Simulation]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """One policy under one load."""
+    """One policy under one load, with chains or trees."""
 
+    kind: Kind
     policy: str
     load: Load
     run: Simulation
 
-
-def figure_path(output: Path, name: str) -> Path:
-    return output.with_name(f"{output.stem}_{name}.png")
+    @property
+    def name(self) -> str:
+        """Its name in the report."""
+        return self.policy if self.kind == "chain" else f"{self.kind} {self.policy}"
 
 
 def outcome_fields(load: Load, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -55,16 +40,30 @@ def outcome_fields(load: Load, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": load.kind, "slots": load.slots, "requests": len(load.requests)}
     if load.rate is not None:
         fields["requests_per_second"] = load.rate
-    return fields | {"policies": {outcome.policy: _run_fields(outcome.run) for outcome in outcomes}}
+    return fields | {"policies": {outcome.name: _run_fields(outcome.run) for outcome in outcomes}}
 
 
-def threshold_fields(threshold: float, run: Simulation) -> dict[str, float]:
-    """A point of the threshold sweep, for JSON: drafts of a request in a step."""
+def drafts_fields(drafts: Drafts, sweep: Sweep) -> dict[str, Any]:
+    """Chains or trees for JSON: their table, and the sweep of thresholds, in drafts of a request in a step."""
+    rates = {"steps_per_second": drafts.table.steps_per_second}
+    if drafts.table.plain_steps_per_second is not None:
+        rates["plain_steps_per_second"] = drafts.table.plain_steps_per_second
     return {
-        "threshold": threshold,
-        "accepted_drafts": run.verified_accepted,
-        "rejected_drafts": run.verified - run.verified_accepted,
-        "tau": run.tau,
+        "nodes": drafts.nodes,
+        "table": {
+            "file": str(drafts.path),
+            "capacities": np.asarray(drafts.table.capacities).tolist(),
+            **{name: np.asarray(values, np.float64).tolist() for name, values in rates.items()},
+        },
+        "thresholds": [
+            {
+                "threshold": threshold,
+                "accepted_drafts": run.verified_accepted,
+                "rejected_drafts": run.verified - run.verified_accepted,
+                "tau": run.tau,
+            }
+            for threshold, run in sweep
+        ],
     }
 
 
@@ -83,59 +82,101 @@ def _run_fields(run: Simulation) -> dict[str, float]:
 
 
 def outcome_tables(outcomes: Sequence[Outcome]) -> str:
-    """Loads by policies: throughput, each user's speed, and the mean verification length."""
-    policies = list(dict.fromkeys(outcome.policy for outcome in outcomes))
+    """Policies by loads: throughput, each user's speed, and the mean verification length."""
+    policies = list(dict.fromkeys(outcome.name for outcome in outcomes))
     loads = list(dict.fromkeys(outcome.load for outcome in outcomes))
-    runs = {(outcome.load, outcome.policy): outcome.run for outcome in outcomes}
+    runs = {(outcome.load, outcome.name): outcome.run for outcome in outcomes}
     tables = []
     for name, digits, value in (
         ("tokens/s of all", 0, lambda run: run.throughput),
         ("tokens/s of a user", 1, lambda run: run.user_speed),
         ("drafts verified in a step", 2, lambda run: run.verified),
     ):
-        rows = [[load.label, *(shown(value(runs[load, policy]), digits) for policy in policies)] for load in loads]
-        tables.append(table([[name, *policies], *rows]))
+        rows = [[policy, *(shown(value(runs[load, policy]), digits) for load in loads)] for policy in policies]
+        tables.append(table([[name, *(load.label for load in loads)], *rows]))
     return "\n\n".join(tables) + "\n"
 
 
 def plot_figures(
-    output: Path, outcomes: Sequence[Outcome], sweep: Sequence[tuple[float, Simulation]], title: str
-) -> list[Path]:
-    """Writes the three figures beside the report, and returns their paths."""
-    paths = [figure_path(output, name) for name in FIGURES]
-    for path, figure in zip(paths, (_thresholds(sweep), _users(outcomes), _concurrency(outcomes)), strict=True):
-        figure.suptitle(title, fontsize="medium")
-        save_figure(path, figure)
-    return paths
+    paths: Mapping[str, Path], outcomes: Sequence[Outcome], sweeps: Mapping[Kind, Sweep], title: str
+) -> None:
+    """Writes the three figures, chains on the left and trees on the right."""
+    panels = _panels(outcomes)
+    figures = {"thresholds": _thresholds(sweeps), "users": _users(panels), "concurrency": _concurrency(panels)}
+    for name, path in paths.items():
+        figures[name].suptitle(title, fontsize="medium")
+        save_figure(path, figures[name])
 
 
-def _thresholds(sweep: Sequence[tuple[float, Simulation]]) -> Figure:
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    thresholds = [threshold for threshold, _ in sweep]
-    accepted = np.array([run.verified_accepted for _, run in sweep])
-    verified = np.array([run.verified for _, run in sweep])
-    axes.fill_between(thresholds, 0, accepted, alpha=0.7, label="accepted")
-    axes.fill_between(thresholds, accepted, verified, alpha=0.4, label="rejected")
-    axes.set(xlabel="threshold of prefix survival", ylabel="drafts of a request verified in a step", xlim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend()
+def _thresholds(sweeps: Mapping[Kind, Sweep]) -> Figure:
+    figure = Figure(figsize=(6.5 * len(sweeps), 4.5), layout="constrained")
+    for axes, (kind, sweep) in zip(_row(figure, len(sweeps)), sweeps.items(), strict=True):
+        thresholds = [threshold for threshold, _ in sweep]
+        accepted = np.array([run.verified_accepted for _, run in sweep])
+        verified = np.array([run.verified for _, run in sweep])
+        axes.fill_between(thresholds, 0, accepted, alpha=0.7, label="accepted")
+        axes.fill_between(thresholds, accepted, verified, alpha=0.4, label="rejected")
+        axes.set(title=f"{kind}s", xlabel="threshold of prefix survival", xlim=(0, 1), ylim=(0, None))
+        axes.set_ylabel("drafts of a request verified in a step")
+        axes.grid(alpha=0.3)
+        axes.legend()
     return figure
 
 
-def _users(outcomes: Sequence[Outcome]) -> Figure:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Line:
+    """A policy's outcomes in one panel, with its style."""
+
+    label: str
+    style: dict[str, Any]
+    closed: Sequence[Outcome]
+    opened: Sequence[Outcome]
+
+
+def _panels(outcomes: Sequence[Outcome]) -> dict[Kind, list[_Line]]:
+    """The lines of chains and of trees. Plain decoding is in both, and so, in grey, is the other's best policy."""
+    policies = list(dict.fromkeys(outcome.policy for outcome in outcomes))
+    kinds = list(dict.fromkeys(outcome.kind for outcome in outcomes))
+
+    def line(kind: Kind, policy: str, label: str, **style: Any) -> _Line:
+        mine = [outcome for outcome in outcomes if (outcome.kind, outcome.policy) == (kind, policy)]
+        closed = [outcome for outcome in mine if outcome.load.kind == "closed"]
+        return _Line(label, style, closed, [outcome for outcome in mine if outcome.load.kind != "closed"])
+
+    panels = {}
+    for kind in kinds:
+        others = [
+            line(other, REFERENCE, f"{REFERENCE} of {other}s", color=_REFERENCE_COLOR, linewidth=4, alpha=0.6)
+            for other in kinds
+            if other != kind
+        ]
+        own = [
+            line(
+                "chain" if policy == PLAIN else kind,
+                policy,
+                policy,
+                color="black" if policy == PLAIN else f"C{index}",
+                marker=_MARKERS[index % len(_MARKERS)],
+                fillstyle="none",
+                markersize=6,
+            )
+            for index, policy in enumerate(policies)
+        ]
+        panels[kind] = [*others, *own]
+    return panels
+
+
+def _users(panels: Mapping[Kind, Iterable[_Line]]) -> Figure:
     """Throughput against each user's speed: closed loops as lines, open ones as dotted lines with crosses."""
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    axes = figure.subplots()
-    for index, (policy, closed) in enumerate(_by_policy(outcomes, open_loop=False).items()):
-        style: dict[str, Any] = {"color": f"C{index}", "markersize": 6, "fillstyle": "none"}
-        axes.plot(*_points(closed), marker=_MARKERS[index % len(_MARKERS)], label=policy, **style)
-        opened = _by_policy(outcomes, open_loop=True).get(policy)
-        if opened:
-            axes.plot(*_points(opened), marker="x", linestyle=":", **style)
-    axes.set(xlabel="tokens/s of a user", ylabel="tokens/s of all", yscale="log")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
+    figure = Figure(figsize=(1 + 6 * len(panels), 5.5), layout="constrained")
+    for axes, (kind, lines) in zip(_row(figure, len(panels), sharey=True, sharex=True), panels.items(), strict=True):
+        for line in lines:
+            axes.plot(*_points(line.closed), label=line.label, **line.style)
+            if line.opened:
+                axes.plot(*_points(line.opened), **line.style | {"marker": "x", "linestyle": ":"})
+        axes.set(title=f"{kind}s", xlabel="tokens/s of a user", ylabel="tokens/s of all", yscale="log")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize="small")
     return figure
 
 
@@ -143,28 +184,25 @@ def _points(outcomes: Sequence[Outcome]) -> tuple[list[float], list[float]]:
     return [outcome.run.user_speed for outcome in outcomes], [outcome.run.throughput for outcome in outcomes]
 
 
-def _concurrency(outcomes: Sequence[Outcome]) -> Figure:
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    throughput, length = figure.subplots(1, 2)
-    slots: list[int] = []
-    for index, (policy, closed) in enumerate(_by_policy(outcomes, open_loop=False).items()):
-        slots = [outcome.load.slots for outcome in closed]
-        style: dict[str, Any] = {"marker": _MARKERS[index % len(_MARKERS)], "fillstyle": "none"}
-        throughput.plot(slots, _points(closed)[1], label=policy, **style)
-        length.plot(slots, [outcome.run.verified for outcome in closed], **style)
-    for axes, name in ((throughput, "tokens/s of all"), (length, "drafts of a request verified in a step")):
-        axes.set(xlabel="requests at once", ylabel=name, xscale="log")
-        axes.set_xticks(slots, map(str, slots))
-        axes.set_xticks([], minor=True)
-        axes.grid(alpha=0.3)
-    throughput.set_yscale("log")
-    throughput.legend(fontsize="small")
+def _concurrency(panels: Mapping[Kind, Iterable[_Line]]) -> Figure:
+    """Throughput above, the mean verification length below."""
+    figure = Figure(figsize=(1 + 6 * len(panels), 8.5), layout="constrained")
+    above, below = figure.subplots(2, len(panels), squeeze=False, sharex=True, sharey="row")
+    for column, (kind, lines) in enumerate(panels.items()):
+        for line in lines:
+            slots = [outcome.load.slots for outcome in line.closed]
+            above[column].plot(slots, _points(line.closed)[1], label=line.label, **line.style)
+            below[column].plot(slots, [outcome.run.verified for outcome in line.closed], **line.style)
+            above[column].set_xscale("log")
+            above[column].set_xticks(slots, map(str, slots))
+            above[column].set_xticks([], minor=True)
+        above[column].set(title=f"{kind}s", ylabel="tokens/s of all", yscale="log")
+        below[column].set(xlabel="requests at once", ylabel="drafts of a request verified in a step")
+        above[column].legend(fontsize="small")
+        for axes in (above[column], below[column]):
+            axes.grid(alpha=0.3)
     return figure
 
 
-def _by_policy(outcomes: Sequence[Outcome], open_loop: bool) -> dict[str, list[Outcome]]:
-    lines: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        if (outcome.load.kind != "closed") == open_loop:
-            lines.setdefault(outcome.policy, []).append(outcome)
-    return lines
+def _row(figure: Figure, count: int, **share: Any) -> Sequence[Axes]:
+    return figure.subplots(1, count, squeeze=False, **share)[0]

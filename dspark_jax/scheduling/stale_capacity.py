@@ -3,6 +3,7 @@
 An engine and a simulation of one share it, so that both decide alike from the same reports.
 """
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -22,7 +23,7 @@ class StaleCapacity:
     """
 
     def __init__(self, table: StepTable) -> None:
-        self._table, self._everything = table, is_flat(table)
+        self._table, self._everything = jax.device_get(table), is_flat(table)
         self._best_drafts: int | None = None
         self._survival: np.ndarray | None = None
         self._seen = 0
