@@ -1,13 +1,14 @@
 """What a simulation found, as a table, figures and JSON."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from dspark_jax.io.report import save_figure, shown, table
 from dspark_jax.scheduling.simulation import Simulation
@@ -132,9 +133,13 @@ class _Line:
     closed: Sequence[Outcome]
     opened: Sequence[Outcome]
 
+    @property
+    def marked(self) -> bool:
+        return "marker" in self.style
+
 
 def _panels(outcomes: Sequence[Outcome]) -> dict[Kind, list[_Line]]:
-    """The lines of chains and of trees. Plain decoding is in both, and so, in grey, is the other's best policy."""
+    """The lines of chains and of trees. Plain decoding is in both; in grey is the other's reference."""
     policies = list(dict.fromkeys(outcome.policy for outcome in outcomes))
     kinds = list(dict.fromkeys(outcome.kind for outcome in outcomes))
 
@@ -146,7 +151,7 @@ def _panels(outcomes: Sequence[Outcome]) -> dict[Kind, list[_Line]]:
     panels = {}
     for kind in kinds:
         others = [
-            line(other, REFERENCE, f"{REFERENCE} of {other}s", color=_REFERENCE_COLOR, linewidth=4, alpha=0.6)
+            line(other, REFERENCE, f"{REFERENCE} of the other panel", color=_REFERENCE_COLOR, linewidth=4, alpha=0.6)
             for other in kinds
             if other != kind
         ]
@@ -166,17 +171,20 @@ def _panels(outcomes: Sequence[Outcome]) -> dict[Kind, list[_Line]]:
     return panels
 
 
-def _users(panels: Mapping[Kind, Iterable[_Line]]) -> Figure:
+def _users(panels: Mapping[Kind, Sequence[_Line]]) -> Figure:
     """Throughput against each user's speed: closed loops as lines, open ones as dotted lines with crosses."""
-    figure = Figure(figsize=(1 + 6 * len(panels), 5.5), layout="constrained")
-    for axes, (kind, lines) in zip(_row(figure, len(panels), sharey=True, sharex=True), panels.items(), strict=True):
+    figure = Figure(figsize=(1 + 6 * len(panels), 6), layout="constrained")
+    row = _row(figure, len(panels), sharex=True, sharey=True)
+    for axes, (kind, lines) in zip(row, panels.items(), strict=True):
         for line in lines:
             axes.plot(*_points(line.closed), label=line.label, **line.style)
-            if line.opened:
+            if line.opened and line.marked:
                 axes.plot(*_points(line.opened), **line.style | {"marker": "x", "linestyle": ":"})
-        axes.set(title=f"{kind}s", xlabel="tokens/s of a user", ylabel="tokens/s of all", yscale="log")
+        axes.set(title=f"{kind}s", xlabel="tokens/s of a user")
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize="small")
+    row[0].set_ylabel("tokens/s of all")
+    _plain_log_scale(row[0])
+    _legend_below(figure, row[0])
     return figure
 
 
@@ -184,25 +192,40 @@ def _points(outcomes: Sequence[Outcome]) -> tuple[list[float], list[float]]:
     return [outcome.run.user_speed for outcome in outcomes], [outcome.run.throughput for outcome in outcomes]
 
 
-def _concurrency(panels: Mapping[Kind, Iterable[_Line]]) -> Figure:
+def _concurrency(panels: Mapping[Kind, Sequence[_Line]]) -> Figure:
     """Throughput above, the mean verification length below."""
-    figure = Figure(figsize=(1 + 6 * len(panels), 8.5), layout="constrained")
+    figure = Figure(figsize=(1 + 6 * len(panels), 9), layout="constrained")
     above, below = figure.subplots(2, len(panels), squeeze=False, sharex=True, sharey="row")
     for column, (kind, lines) in enumerate(panels.items()):
         for line in lines:
             slots = [outcome.load.slots for outcome in line.closed]
             above[column].plot(slots, _points(line.closed)[1], label=line.label, **line.style)
             below[column].plot(slots, [outcome.run.verified for outcome in line.closed], **line.style)
-            above[column].set_xscale("log")
-            above[column].set_xticks(slots, map(str, slots))
-            above[column].set_xticks([], minor=True)
-        above[column].set(title=f"{kind}s", ylabel="tokens/s of all", yscale="log")
-        below[column].set(xlabel="requests at once", ylabel="drafts of a request verified in a step")
-        above[column].legend(fontsize="small")
+            below[column].set_xscale("log")
+            below[column].set_xticks(slots, map(str, slots))
+            below[column].set_xticks([], minor=True)
+        above[column].set(title=f"{kind}s")
+        below[column].set(xlabel="requests at once")
         for axes in (above[column], below[column]):
             axes.grid(alpha=0.3)
+    above[0].set_ylabel("tokens/s of all")
+    below[0].set_ylabel("drafts of a request verified in a step")
+    _plain_log_scale(above[0])
+    _legend_below(figure, above[0])
     return figure
 
 
 def _row(figure: Figure, count: int, **share: Any) -> Sequence[Axes]:
     return figure.subplots(1, count, squeeze=False, **share)[0]
+
+
+def _plain_log_scale(axes: Axes) -> None:
+    """A logarithmic y axis with ordinary numbers, enough of them within a decade."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _legend_below(figure: Figure, axes: Axes) -> None:
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
