@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dspark_jax import DecodeConfig, Verifier
 from dspark_jax.io import Drafter, InputError, Prompt, Target
 from dspark_jax.io.calibration import CalibrationLaw, load_calibration
-from dspark_jax.io.outputs import check_output
+from dspark_jax.io.outputs import check_input, check_output
 from dspark_jax.io.step_table import StepTableLaw, load_step_table
 from dspark_jax.scheduling.policy import Policy, PolicyKind, check_lossless
 from dspark_jax.scheduling.survival import SurvivalMap
@@ -20,7 +20,7 @@ from infer.batch_run import BatchRun
 from infer.batching import read_prompt_file
 from infer.decoding import decode_config
 from infer.models import describe, load_described, load_named, print_cache_size
-from infer.options import SamplingOptions, under_mesh
+from infer.options import MOST_SLOTS, SamplingOptions, under_mesh
 from infer.outputs import ResumableOutput, resume_settings
 from infer.step_table import measure, warn_if_flat
 from infer.text import Texts
@@ -64,8 +64,8 @@ class BatchOptions(SamplingOptions):
 
     def check(self) -> None:
         super().check()
-        if self.slots < 1:
-            raise InputError(f"--slots {self.slots} must be at least 1")
+        if not 1 <= self.slots <= MOST_SLOTS:
+            raise InputError(f"--slots {self.slots} must be in 1..{MOST_SLOTS}")
         if self.drafter is None:
             for name in ("tree", "table", "calibration"):
                 if getattr(self, name) is not None:
@@ -79,8 +79,8 @@ class BatchOptions(SamplingOptions):
         if "" in self.stop:
             raise InputError("--stop: a stop string must not be empty")
         for path in (self.prompts, self.table, self.calibration):
-            if path is not None and not path.is_file():
-                raise InputError(f"{path}: no such file")
+            if path is not None:
+                check_input(path)
         check_output(self.output, [self.prompts, self.target, self.drafter, self.table, self.calibration])
 
     def chosen_policy(self) -> Policy:
@@ -104,7 +104,7 @@ def batch(options: BatchOptions) -> None:
     # Whatever their length: too long ones fail alone.
     prompts = read_prompt_file(options.prompts, description, options, limit=sys.maxsize)
     if description.target.tokenizer is None and options.stop:
-        raise InputError(f"{options.target}: has no tokenizer, which --stop needs")
+        raise InputError(f"{options.target}: has no tokenizer, which --stop needs; leave --stop out")
     decode = decode_config(
         description.target.config,
         description.drafter_config,

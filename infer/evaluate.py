@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from dspark_jax import Generation, TreeKind, Verifier, request_keys
 from dspark_jax.io import InputError, Prompt, write_json
-from dspark_jax.io.outputs import check_output, check_report
+from dspark_jax.io.outputs import check_input, check_output, check_report
 from dspark_jax.io.report import environment
 from dspark_jax.sharding import mesh_of
 from dspark_jax.verification.statistics import AcceptanceCounts, count_acceptance, first_difference, score_gap
@@ -80,8 +80,7 @@ class EvaluateOptions(DecodingOptions):
             if not getattr(self, name):
                 raise InputError(f"--{name}: name at least one")
         for path in self.prompts:
-            if not path.is_file():
-                raise InputError(f"{path}: no such file")
+            check_input(path)
         if self.tree is not None and self.compare:
             raise InputError(f"--tree {self.tree.value}: is one of --compare's methods; leave one of the two out")
         kinds = {TreeKind(name) for name in self.methods if name != "chain"}

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from dspark_jax import Generation, Verifier, request_keys
 from dspark_jax.io import InputError, Prompt
-from dspark_jax.io.outputs import check_output
+from dspark_jax.io.outputs import check_input, check_output
 from dspark_jax.verification.statistics import rounds_until
 from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
 from infer.decoding import Decoder, decode_config, make_decoder
@@ -69,8 +69,7 @@ class GenerateOptions(DecodingOptions):
 @under_mesh
 def generate(options: GenerateOptions) -> None:
     options.check()
-    if not options.prompts.is_file():
-        raise InputError(f"{options.prompts}: no such file")
+    check_input(options.prompts)
     drafter_name = None if options.no_drafter else options.drafter
     check_output(options.output, [options.prompts, options.target, drafter_name])
     output = ResumableOutput(options.output, resume_settings(options, drafter_name, _IRRELEVANT))

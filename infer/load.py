@@ -12,7 +12,7 @@ from tqdm import tqdm
 from dspark_jax import Verifier, request_keys
 from dspark_jax.io import Drafter, InputError, Prompt, Target, write_json
 from dspark_jax.io.calibration import CalibrationLaw
-from dspark_jax.io.outputs import check_report
+from dspark_jax.io.outputs import check_input, check_report
 from dspark_jax.io.report import environment
 from dspark_jax.scheduling.policy import Policy, PolicyKind
 from dspark_jax.scheduling.survival import SurvivalMap
@@ -33,11 +33,9 @@ from infer.load_report import (
     sweep_fields,
 )
 from infer.models import describe, load_described, load_named, print_cache_size
-from infer.options import SamplingOptions, under_mesh
+from infer.options import MOST_SLOTS, SamplingOptions, under_mesh
 from infer.step_table import measure
 
-# A machine that holds more slots is not measured by one command.
-_MOST_SLOTS = 2**16
 # At least so many requests a run: a few requests' luck with their drafts would decide.
 _FEWEST_REQUESTS = 12
 
@@ -77,15 +75,15 @@ class LoadOptions(SamplingOptions):
         for name in ("requests_per_slot", "repeats"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        for name, values, most in (("concurrency", self.concurrency, _MOST_SLOTS), ("length", self.length, 2**10)):
+        for name, values, most in (("concurrency", self.concurrency, MOST_SLOTS), ("length", self.length, 2**10)):
             if not values:
                 raise InputError(f"--{name} is missing: name one value or more")
             for value in values:
                 if not 1 <= value <= most:
                     raise InputError(f"--{name} {value} must be in 1..{most}")
         for path in (self.prompts, self.calibration):
-            if path is not None and not path.is_file():
-                raise InputError(f"{path}: no such file")
+            if path is not None:
+                check_input(path)
         check_report(self.output, [self.prompts, self.target, self.drafter, self.calibration])
 
 

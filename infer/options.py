@@ -16,6 +16,8 @@ from dspark_jax.io import InputError
 from dspark_jax.sharding import MESH_AXES, make_mesh
 
 DEFAULT_BUDGET = 32
+# No machine holds more requests at once.
+MOST_SLOTS = 2**16
 # The options of a tree beside its budget, and which kinds have them.
 _TREE_FIELDS: dict[str, set[TreeKind]] = {
     "k": {TreeKind.PCTREE, TreeKind.JETSPEC},

@@ -30,10 +30,12 @@ from dspark_jax.targets.decoder import TargetParams, head_weight
 from infer.batching import bucket
 from infer.decoding import decode_config
 from infer.models import Description, describe, load_described, load_named
-from infer.options import TreeOptions, under_mesh
+from infer.options import MOST_SLOTS, TreeOptions, under_mesh
 from infer.step_table import measure, plot_steps, rates_table, warn_if_flat
 
 _WIDTHS = (1, 2, 4, 8)
+# Beyond these a run would not fit a machine, or end.
+_MOST = {"context": 2**31 - 1, "steps": 2**31 - 1, "repeats": 10**6, "slots": MOST_SLOTS}
 # More than the caches of most processors hold.
 _BANDWIDTH_BYTES = 512 * 2**20
 _BANDWIDTH_TRIES = 3
@@ -66,9 +68,9 @@ class ProfileOptions(TreeOptions):
     """JSON file to write it to, the plot beside it as .png; OUTPUT with _steps at its end by default."""
 
     def check(self) -> None:
-        for name in ("context", "steps", "repeats", "slots"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InputError(f"--{name} {getattr(self, name)} must be at least 1")
+        for name, most in _MOST.items():
+            if getattr(self, name) is not None and not 1 <= getattr(self, name) <= most:
+                raise InputError(f"--{name} {getattr(self, name)} must be in 1..{most}")
         self.check_tree()
         inputs = [self.target, self.drafter]
         check_report(self.output, inputs)
@@ -95,7 +97,8 @@ def profile(options: ProfileOptions) -> None:
     longest = description.target.config.max_position_embeddings
     if options.context + options.steps >= longest:
         raise InputError(
-            f"--context {options.context} and --steps {options.steps} are more than the target's {longest} positions"
+            f"--context {options.context} and --steps {options.steps} are more than the target's {longest} positions; "
+            "lower one of them"
         )
     engine = None if options.slots is None else _engine_config(options, description, options.slots)
     target = load_described(options, description)

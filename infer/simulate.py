@@ -118,8 +118,7 @@ def _record(options: SimulateOptions, description: Description) -> RecordedRun:
     prompts = [prompt for path in options.prompts for prompt in read_prompt_file(path, description, decoding)]
     target = load_described(decoding, description)
     drafter = load_named(decoding, options.drafter, target)
-    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    calibration_law = CalibrationLaw.of(target, drafter, Verifier.COUPLED, **sampling)
+    calibration_law = CalibrationLaw.of(target, drafter, Verifier.COUPLED, **decoding.sampling_law)
     tree = decoding.chosen_tree
     if options.calibration is not None:
         load_calibration(options.calibration, drafter.config.num_drafts, calibration_law, tree)

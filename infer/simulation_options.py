@@ -6,9 +6,11 @@ from typing import Literal
 
 from dspark_jax import TreeKind
 from dspark_jax.io import InputError
-from dspark_jax.io.outputs import check_output
+from dspark_jax.io.outputs import check_input, check_output
 from infer.options import DEFAULT_BUDGET, DecodingOptions
 
+# A run of more would not end.
+_MOST_REQUESTS = 10**6
 _FIGURES = ("thresholds", "users", "concurrency")
 _MODELS = ("target", "drafter", "prompts", "record")
 _RECORDING = (
@@ -99,6 +101,8 @@ class SimulateOptions:
             for value in values:
                 if value is not None and value < 1:
                     raise InputError(f"--{name} {value} must be at least 1")
+        if self.requests > _MOST_REQUESTS:
+            raise InputError(f"--requests {self.requests} must be at most {_MOST_REQUESTS}")
         for rate in self.rate:
             if not 0 < rate < 1e9:
                 raise InputError(f"--rate {rate} must be positive, and under 1e9")
@@ -146,8 +150,7 @@ class SimulateOptions:
         decoding.check_tree()
         decoding.check()
         for path in self.prompts:
-            if not path.is_file():
-                raise InputError(f"{path}: no such file")
+            check_input(path)
 
     def decoding(self) -> DecodingOptions:
         """How the run is recorded."""

@@ -15,7 +15,6 @@ from dspark_jax.scheduling.simulation import Simulation
 from infer.simulation_plan import PLAIN, REFERENCE, Drafts, Kind, Load
 
 _MARKERS = "os^vDPX"
-_REFERENCE_COLOR = "0.6"
 
 # (threshold, what it came to) of a sweep.
 Sweep = Sequence[tuple[float, Simulation]]
@@ -133,10 +132,6 @@ class _Line:
     closed: Sequence[Outcome]
     opened: Sequence[Outcome]
 
-    @property
-    def marked(self) -> bool:
-        return "marker" in self.style
-
 
 def _panels(outcomes: Sequence[Outcome]) -> dict[Kind, list[_Line]]:
     """The lines of chains and of trees. Plain decoding is in both; in grey is the other's reference."""
@@ -150,11 +145,8 @@ def _panels(outcomes: Sequence[Outcome]) -> dict[Kind, list[_Line]]:
 
     panels = {}
     for kind in kinds:
-        others = [
-            line(other, REFERENCE, f"{REFERENCE} of the other panel", color=_REFERENCE_COLOR, linewidth=4, alpha=0.6)
-            for other in kinds
-            if other != kind
-        ]
+        label, grey = f"{REFERENCE} of the other panel", {"color": "0.6", "linewidth": 4, "alpha": 0.6}
+        others = [line(other, REFERENCE, label, **grey) for other in kinds if other != kind]
         own = [
             line(
                 "chain" if policy == PLAIN else kind,
@@ -167,7 +159,7 @@ def _panels(outcomes: Sequence[Outcome]) -> dict[Kind, list[_Line]]:
             )
             for index, policy in enumerate(policies)
         ]
-        panels[kind] = [*others, *own]
+        panels[kind] = [*(dataclasses.replace(other, opened=[]) for other in others), *own]
     return panels
 
 
@@ -178,7 +170,7 @@ def _users(panels: Mapping[Kind, Sequence[_Line]]) -> Figure:
     for axes, (kind, lines) in zip(row, panels.items(), strict=True):
         for line in lines:
             axes.plot(*_points(line.closed), label=line.label, **line.style)
-            if line.opened and line.marked:
+            if line.opened:
                 axes.plot(*_points(line.opened), **line.style | {"marker": "x", "linestyle": ":"})
         axes.set(title=f"{kind}s", xlabel="tokens/s of a user")
         axes.grid(alpha=0.3, which="both")

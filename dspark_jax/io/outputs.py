@@ -1,10 +1,18 @@
-"""Whether an output file can be written, asked before any work is done."""
+"""Whether files can be read and written, asked before any work is done."""
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from dspark_jax.io.errors import InputError
+
+
+def check_input(path: Path) -> None:
+    """Raises an InputError for a path that is no file."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; name a file")
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
 
 
 def check_output(path: Path, inputs: Iterable[str | os.PathLike | None] = ()) -> None:

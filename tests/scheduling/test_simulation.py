@@ -5,18 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.scheduling.forest import chain_forest
+from dspark_jax.scheduling import stale_capacity
+from dspark_jax.scheduling.forest import Forest, tree_forest
 from dspark_jax.scheduling.policy import Policy, PolicyKind
 from dspark_jax.scheduling.prefix_scheduler import early_stop, fill, fixed_length, global_best, threshold
-from dspark_jax.scheduling.simulation import Replay, Scheduler, accepted_drafts, poisson_arrivals, simulate
+from dspark_jax.scheduling.replayed_policy import ReplayedPolicy
+from dspark_jax.scheduling.simulation import Replay, accepted_drafts, poisson_arrivals, simulate
 from dspark_jax.scheduling.throughput import StepTable, bucket_capacity
 
-GAMMA = 7
+GAMMA, REQUESTS = 7, 5
 PLAIN, WHOLE = (Policy(kind=PolicyKind.FIXED, length=length) for length in (0, GAMMA))
 EARLY_STOP, GLOBAL_BEST, STALE = (
     Policy(kind=kind) for kind in (PolicyKind.EARLY_STOP, PolicyKind.GLOBAL_BEST, PolicyKind.STALE_CAPACITY)
 )
 CONFIDENT = Policy(kind=PolicyKind.THRESHOLD, threshold=0.5)
+SHALLOW = Policy(kind=PolicyKind.FIXED, length=2)
 
 
 def step_table(seconds, capacities=tuple(2**i for i in range(10))) -> StepTable:
@@ -30,6 +33,49 @@ STEEP = step_table(lambda tokens: 0.001 * tokens)
 KNEE = step_table(lambda tokens: 0.01 + 0.0002 * max(tokens - 64, 0))
 
 
+make_forest = jax.jit(tree_forest)
+
+
+@jax.jit
+def schedules(forest, table, limit):
+    """What the library schedules: early stop, global best, threshold 0.5, depth 2, and the first `limit` in order."""
+    values = jnp.full(REQUESTS, 0.5, jnp.float32)
+    shallow = fixed_length(forest, 2)
+    return (
+        early_stop(forest, table),
+        global_best(forest, table),
+        threshold(forest, values),
+        shallow,
+        fill(forest, limit),
+    )
+
+
+def random_forest(rng, trees: bool) -> Forest:
+    """Chains, or trees of which some nodes do not exist; survivals are products of quarters, so that ties are many."""
+    shape = (REQUESTS, GAMMA + 1)
+    parents, valid = np.tile(np.arange(GAMMA + 1) - 1, (REQUESTS, 1)), np.ones(shape, bool)
+    if trees:
+        parents[:, 1:] = rng.integers(0, np.arange(1, GAMMA + 1), (REQUESTS, GAMMA))
+        valid[:, 1:] = rng.random((REQUESTS, GAMMA)) < 0.9
+    survival, depths = rng.choice([0.25, 0.5, 0.75, 1.0], shape), np.zeros(shape, int)
+    survival[:, 0] = 1
+    for request, node in np.ndindex(REQUESTS, GAMMA):
+        parent = parents[request, node + 1]
+        survival[request, node + 1] *= survival[request, parent]
+        depths[request, node + 1] = depths[request, parent] + 1
+        valid[request, node + 1] &= valid[request, parent]
+    arrays = (jnp.asarray(survival, jnp.float32), jnp.asarray(parents, jnp.int32), jnp.asarray(depths, jnp.int32))
+    return make_forest(*arrays, jnp.asarray(valid), jnp.ones(REQUESTS, bool))
+
+
+def chain_replay(lengths, survival, accepted) -> Replay:
+    """Chains of which each row's first `accepted` drafts are accepted."""
+    rows, gamma = survival.shape
+    depths = np.broadcast_to(np.arange(gamma + 1), (rows, gamma + 1))
+    forest = Forest(np.pad(survival, ((0, 0), (1, 0)), constant_values=1), depths, np.ones(depths.shape, bool))
+    return Replay(lengths, forest, (depths > 0) & (depths <= accepted[:, None]), trees=False)
+
+
 @pytest.fixture(scope="module")
 def replay() -> Replay:
     """Requests of 2 to 60 tokens whose confidences are right: easy, middling and hard positions."""
@@ -38,7 +84,7 @@ def replay() -> Replay:
     rows = int((lengths - 1).sum())
     confidence = np.clip(rng.beta(5, 2, (rows, 1)) + rng.normal(0, 0.1, (rows, GAMMA)), 0.02, 0.98)
     accepted = np.cumprod(rng.random((rows, GAMMA)) < confidence, axis=1).sum(axis=1)
-    return Replay(lengths, np.cumprod(confidence, axis=1), accepted)
+    return chain_replay(lengths, np.cumprod(confidence, axis=1), accepted)
 
 
 def closed(replay: Replay, table: StepTable, policy: Policy, slots: int, count: int = 400):
@@ -46,33 +92,60 @@ def closed(replay: Replay, table: StepTable, policy: Policy, slots: int, count: 
     return simulate(replay, table, policy, requests, np.zeros(len(requests)), slots)
 
 
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("table", [FLAT, STEEP, KNEE], ids=["flat", "steep", "knee"])
-def test_schedules_are_the_librarys(table):
+def test_schedules_are_the_librarys(table, trees):
     rng = np.random.default_rng(1)
-    schedulers = {policy: Scheduler(policy, table, 5 * (GAMMA + 1)) for policy in (EARLY_STOP, GLOBAL_BEST, CONFIDENT)}
-    schedulers[WHOLE] = Scheduler(WHOLE, table, 5 * (GAMMA + 1))
-    algorithms = [jax.jit(function) for function in (early_stop, global_best, threshold, fixed_length, fill)]
-    early, whole_best, confident, fixed, filled = algorithms
-    stale, best = Scheduler(STALE, table, 5 * (GAMMA + 1)), [5 * GAMMA, 5 * GAMMA]
+    policies = (EARLY_STOP, GLOBAL_BEST, CONFIDENT, SHALLOW, STALE)
+    replayed = {policy: ReplayedPolicy(policy, table, REQUESTS, GAMMA + 1, trees) for policy in policies}
+    best = [REQUESTS * GAMMA] * 2
     for _ in range(20):
-        survival = np.cumprod(rng.choice([0.25, 0.5, 0.9, 1.0], (5, GAMMA)), axis=1).astype(np.float32)
-        forest = chain_forest(jnp.asarray(survival), jnp.ones(5, bool))
-        expected = {
-            EARLY_STOP: early(forest, table),
-            GLOBAL_BEST: whole_best(forest, table),
-            CONFIDENT: confident(forest, jnp.full(5, 0.5, jnp.float32)),
-            WHOLE: fixed(forest, jnp.asarray(GAMMA, jnp.int32)),
-        }
-        for policy, schedule in expected.items():
-            lengths, rate = schedulers[policy].step(survival)
-            np.testing.assert_array_equal(lengths, schedule.lengths)
-            bucket = int(jnp.argmax(table.capacities >= schedule.tokens))
+        forest = random_forest(rng, trees)
+        drafts = REQUESTS * GAMMA if table is FLAT else min(best[-2], REQUESTS * GAMMA)
+        limit = bucket_capacity(table, jnp.asarray(REQUESTS + drafts, jnp.int32))
+        expected, found = schedules(forest, table, limit), jax.device_get(forest)
+        for policy, schedule in zip(policies, expected, strict=True):
+            nodes, rate = replayed[policy].round(found)
+            np.testing.assert_array_equal(nodes, schedule.nodes)
+            tokens = schedule.tokens
+            if policy is STALE:
+                tokens = limit
+            elif policy is SHALLOW and trees:
+                tokens = REQUESTS * (GAMMA + 1)
+            bucket = int(jnp.argmax(table.capacities >= tokens))
             assert rate == pytest.approx(float(table.steps_per_second[bucket]))
-        drafts = 5 * GAMMA if table is FLAT else best[-2]
-        limit = bucket_capacity(table, jnp.asarray(5 + drafts, jnp.int32))
-        lengths, _ = stale.step(survival)
-        np.testing.assert_array_equal(lengths, filled(forest, limit).lengths)
-        best.append(int(expected[GLOBAL_BEST].tokens) - 5)
+        best.append(int(expected[1].tokens) - REQUESTS)
+
+
+def test_switching_is_the_engines(monkeypatch):
+    """Scripted confidences, read afresh: a round reports after the next is decided, plain ones nothing."""
+    monkeypatch.setattr(stale_capacity, "_PLAIN_ROUNDS", 3)
+    table = step_table(lambda tokens: 0.01 + 0.001 * tokens, (8, 16, 32, 64))
+    table = table.replace(plain_steps_per_second=jnp.full(4, 1.6 * float(table.steps_per_second[0]), jnp.float32))
+    replayed = ReplayedPolicy(STALE, table, 2, GAMMA + 1, False)
+    rates, plain = np.asarray(table.steps_per_second, float), float(table.plain_steps_per_second[0])
+    curve, unread, plain_in_a_row, kinds = None, [], 0, []
+    for chance in [0.9] * 6 + [0.2] * 30 + [0.95] * 20:
+        survival = np.tile(np.cumprod(np.full(GAMMA, chance)), (2, 1))
+        nodes, rate = replayed.round(chain_replay(np.array([3]), survival, np.zeros(2, int)).forest)
+        if len(unread) == 2 and (report := unread.pop(0)) is not None:
+            curve = report if curve is None else 0.8 * curve + 0.2 * report
+        drafting = curve is None or any(
+            (1 + curve[:n].sum()) * rates[next(i for i, size in enumerate((8, 16, 32, 64)) if size >= 2 + 2 * n)]
+            >= plain
+            for n in range(GAMMA + 1)
+        )
+        if not drafting and plain_in_a_row < 3:
+            plain_in_a_row += 1
+            assert nodes.sum() == 2 and rate == pytest.approx(plain)
+        else:
+            plain_in_a_row, drafting = 0, True
+            assert nodes.sum() > 2
+        kinds.append(drafting)
+        unread.append(survival[0] if drafting else None)
+    text = "".join("D" if drafted else "p" for drafted in kinds)
+    # While little survives, one round in four asks again; soon after much does, every one drafts.
+    assert "pppDpppDppp" in text and text.startswith("DDDDDDDD") and text.endswith("DDDDD")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +166,7 @@ def test_every_token_comes_once(replay, policy):
 
 def test_one_request_by_hand():
     """Five tokens; the first round accepts two of three drafts, the round from there is cut by the text's end."""
-    replay = Replay(np.array([5]), np.full((4, 3), 0.5), np.array([2, 3, 0, 1]))
+    replay = chain_replay(np.array([5]), np.full((4, 3), 0.5), np.array([2, 3, 0, 1]))
     table = step_table(lambda tokens: 0.5, (4,))
     everything = simulate(replay, table, Policy(kind=PolicyKind.FIXED, length=3), np.array([0]), np.array([1.0]), 1)
     np.testing.assert_array_equal(everything.committed, [3, 1])
@@ -103,8 +176,31 @@ def test_one_request_by_hand():
     one = simulate(replay, table, Policy(kind=PolicyKind.FIXED, length=1), np.array([0]), np.array([1.0]), 1)
     np.testing.assert_array_equal(one.committed, [2, 1, 1])
     np.testing.assert_array_equal(one.accepted, [1, 0, 1])
-    text, drafts = np.array([7, 1, 2, 1]), np.array([[1, 2, 2], [2, 1, 0], [2, 1, 1]])
-    np.testing.assert_array_equal(accepted_drafts(drafts, text), [2, 2, 0])
+    text, tokens = np.array([7, 1, 2, 1]), np.array([[7, 1, 2, 2], [1, 2, 1, 0], [2, 2, 1, 1]])
+    index = np.broadcast_to(np.arange(4), tokens.shape)
+    np.testing.assert_array_equal(accepted_drafts(tokens, index - 1, index, text).sum(axis=1), [2, 2, 0])
+
+
+def test_a_tree_by_hand():
+    """Two first drafts, two after the second of them, and a node that does not exist; the third text ends at once."""
+    tokens, parents = np.tile([5, 1, 2, 1, 3, 3], (3, 1)), np.tile([-1, 0, 0, 2, 2, -1], (3, 1))
+    depths, valid = np.tile([0, 1, 1, 2, 2, 0], (3, 1)), np.tile(np.arange(6) < 5, (3, 1))
+    accepted = accepted_drafts(tokens, parents, depths, np.array([5, 2, 3, 2]))
+    assert [np.flatnonzero(row).tolist() for row in accepted] == [[2, 4], [], [2]]
+    forest = Forest(np.tile([1, 0.5, 0.25, 0.125, 0.0625, 0], (3, 1)), depths, valid)
+    replay, table = (
+        Replay(np.array([4]), forest, accepted, trees=True),
+        step_table(lambda tokens: tokens / 8, (2, 4, 8)),
+    )
+
+    def steps(policy):
+        run = simulate(replay, table, policy, np.array([0]), np.zeros(1), 1)
+        return run.drafts.tolist(), run.accepted.tolist(), run.committed.tolist(), run.ends.tolist()
+
+    assert steps(Policy(kind=PolicyKind.THRESHOLD, threshold=0)) == ([4], [2], [3], [1])
+    assert steps(Policy(kind=PolicyKind.THRESHOLD, threshold=0.25)) == ([2, 2], [1, 1], [2, 1], [0.5, 1])
+    # As in an engine, which cannot know how many nodes are so deep, at the cost of the whole tree.
+    assert steps(Policy(kind=PolicyKind.FIXED, length=1)) == ([2, 2], [1, 1], [2, 1], [1, 2])
 
 
 def test_throughput_follows_the_table(replay):
