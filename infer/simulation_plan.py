@@ -65,12 +65,11 @@ def chosen_slots(options: SimulateOptions, drafts: Sequence[Drafts]) -> tuple[li
     """The concurrencies, ascending, and the slots of open loops; each must have room in every table."""
     for each in drafts:
         if not each.room:
-            one, remedy = "request", "measure more"
+            needs, remedy = f"one request's {each.nodes} tokens", "measure more"
             if each.kind == "tree":
-                one, remedy = "tree", "name a larger --tree-table, of `profile --slots` with --tree"
-            raise InputError(
-                f"{each.path}: capacities end at {each.largest}, less than one {one}'s {each.nodes} tokens; {remedy}"
-            )
+                needs = f"one tree's {each.nodes} nodes"
+                remedy = "name a larger --tree-table, of `profile --slots` with --tree"
+            raise InputError(f"{each.path}: capacities end at {each.largest}, less than {needs}; {remedy}")
     narrowest = min(drafts, key=lambda each: each.room)
     powers = [2**i for i in range(narrowest.room.bit_length()) if 2 * 2**i <= options.requests]
     chosen = sorted(set(options.concurrency)) or powers or [1]

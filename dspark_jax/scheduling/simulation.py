@@ -12,7 +12,6 @@ nothing is drafted. Prompts are read in no time, as is the host's work, and a re
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -161,7 +160,7 @@ def simulate(
     of all slots.
     """
     replayed = ReplayedPolicy(policy, table, slots, replay.width, replay.trees)
-    admitted, finished = np.zeros(len(requests)), np.zeros(len(requests))
+    admitted, finished, forest = np.zeros(len(requests)), np.zeros(len(requests)), replay.forest
     steps: list[tuple[float, ...]] = []
     members, rows, left = (np.zeros(0, np.int64) for _ in range(3))
     now, waiting = 0.0, 0
@@ -177,7 +176,7 @@ def simulate(
             members = np.concatenate([members, new])
             rows = np.concatenate([rows, replay.begins[requests[new]]])
             left = np.concatenate([left, replay.lengths[requests[new]] - 1])
-        nodes, rate = replayed.round(jax.tree.map(lambda x, rows=rows: x[rows], replay.forest))
+        nodes, rate = replayed.round(Forest(forest.survival[rows], forest.depths[rows], forest.valid[rows]))
         accepted = (nodes & replay.accepted[rows]).sum(axis=1)
         committed = np.minimum(accepted + 1, left)
         now += 1 / rate

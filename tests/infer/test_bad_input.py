@@ -108,6 +108,7 @@ def test_comparisons(infer, options, case):
 
 BAD_PROFILES = {
     "slots": ({"slots": 0}, ["--slots 0"]),
+    "slots of no machine": ({"slots": 10**9}, ["--slots 1000000000 must be in 1..65536"]),
     "slots without a drafter": ({"slots": 2, "drafter": None}, ["--slots", "add --drafter"]),
     "table without slots": ({"table": "t.json"}, ["--table", "add --slots"]),
     "tree without slots": ({"tree": "pctree"}, ["--tree", "add --slots"]),

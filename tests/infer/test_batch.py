@@ -234,6 +234,8 @@ BAD_OPTIONS = {
         {"policy": "fixed", "policy_length": 1, "table": "table.json"},
         ["--table: policy fixed reads none"],
     ),
+    "table is a folder": ({"table": "."}, [".: is a folder"]),
+    "slots of no machine": ({"slots": 10**9}, ["--slots 1000000000 must be in 1..65536"]),
     "missing table": ({"table": "none.json"}, ["none.json: no such file"]),
     "missing prompts": ({"prompts": "none.jsonl"}, ["none.jsonl: no such file"]),
     "stop needs a tokenizer": ({"stop": "x"}, ["--stop", "tokenizer"]),

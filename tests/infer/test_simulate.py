@@ -7,21 +7,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import request_keys
+from dspark_jax import TreeSpec, request_keys
+from dspark_jax.io.calibration import tree_fields
+from dspark_jax.scheduling import stale_capacity
 from dspark_jax.scheduling.policy import Policy, PolicyKind
 from dspark_jax.scheduling.simulation import Replay, simulate
+from dspark_jax.scheduling.survival import uncalibrated
 from dspark_jax.scheduling.throughput import StepTable
 from dspark_jax.serving import Engine, EngineConfig
 from dspark_jax.serving import Request as EngineRequest
 from infer.batching import Request, make_batch
 from infer.decoding import make_decoder
 from infer.options import DecodingOptions
-from infer.recorded_run import RecordedRun, record_run
+from infer.recorded_run import RecordedRun, RecordedTrees, record_run
 from tests.models import golden_drafter, golden_prompts, golden_target
 
 PNG = b"\x89PNG"
 NEW_TOKENS = 48
-FLAT = StepTable(jnp.asarray([8], jnp.int32), jnp.ones(1, jnp.float32))
+TREE, SMALL_TREE = TreeSpec(k=3, budget=12), TreeSpec(k=2, budget=4)
+LAW = {
+    "target": "T",
+    "drafter": "D",
+    "target_fingerprint": "t",
+    "drafter_fingerprint": "d",
+    "verifier": "coupled",
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+}
+FLAT = StepTable(jnp.asarray([12], jnp.int32), jnp.ones(1, jnp.float32))
+WHOLE, EVERYTHING = Policy(kind=PolicyKind.FIXED, length=7), Policy(kind=PolicyKind.THRESHOLD, threshold=0.0)
 
 
 class Prompt:
@@ -37,24 +53,25 @@ class Prompt:
 
 
 class Golden:
-    """Two golden prompts: decoded with everything verified or under a threshold, and recorded."""
+    """Two golden prompts: decoded with chains or trees, and recorded."""
 
-    def __init__(self, temperature: float) -> None:
+    def __init__(self, temperature: float, tree: TreeSpec | None = TREE) -> None:
         entries, *_ = golden_prompts("dspark_vanilla")
         self.prompts = [Prompt(entry["prompt"]) for entry in entries if entry["confidence_threshold"] == 0][:2]
         self.options = DecodingOptions(
             target="target", drafter="drafter", temperature=temperature, max_new_tokens=NEW_TOKENS, seed=3
         )
-        self.decoder = make_decoder(golden_target(), golden_drafter("dspark_vanilla"), self.options)
+        self.models = golden_target(), golden_drafter("dspark_vanilla")
+        self.decoder = make_decoder(*self.models, self.options, tree=tree)
         self.run = record_run(self.decoder, self.prompts, 2, {}, lambda requests: None)
 
-    def decoded(self, threshold: float) -> np.ndarray:
+    def decoded(self, threshold: float, tree: TreeSpec | None) -> np.ndarray:
         """Tokens of each round of `generate`, one request after the other, the last one of each cut at its end."""
         options = dataclasses.replace(self.options, confidence_threshold=threshold)
         requests = [Request(index, 0, prompt, prompt.turn_ids()) for index, prompt in enumerate(self.prompts)]
         context = golden_target().config.max_position_embeddings
         batch = make_batch(requests, 2, context, NEW_TOKENS, request_keys(self.options.seed, 2))
-        result = dataclasses.replace(self.decoder, options=options).run(batch)
+        result = make_decoder(*self.models, options, tree=tree).run(batch)
         np.testing.assert_array_equal(result.lengths, self.run.lengths)
         rounds = []
         for row in range(2):
@@ -63,8 +80,7 @@ class Golden:
             rounds.append(accepted)
         return np.concatenate(rounds)
 
-    def replayed(self, policy: Policy, survival: np.ndarray) -> np.ndarray:
-        replay = Replay(self.run.lengths, survival, self.run.accepted)
+    def replayed(self, policy: Policy, replay: Replay) -> np.ndarray:
         return simulate(replay, FLAT, policy, np.arange(2), np.zeros(2), 1).committed
 
 
@@ -74,25 +90,45 @@ def golden(request) -> Golden:
 
 
 def test_a_replay_is_what_is_decoded(golden):
-    logits = golden.run.confidence_logits
-    everything = golden.replayed(Policy(kind=PolicyKind.FIXED, length=7), np.ones(logits.shape))
-    np.testing.assert_array_equal(everything, golden.decoded(0.0))
+    replay = golden.run.replay(uncalibrated(7))
+    everything = golden.replayed(WHOLE, replay)
+    np.testing.assert_array_equal(everything, golden.decoded(0.0, None))
     # A decoding threshold is about each draft's own confidence: the least along the chain must reach it.
-    confidence = np.minimum.accumulate(1 / (1 + np.exp(-logits.astype(np.float64))), axis=1)
+    confidence = 1 / (1 + np.exp(-golden.run.confidence_logits.astype(np.float64)))
+    least = np.minimum.accumulate(np.pad(confidence, ((0, 0), (1, 0)), constant_values=1), axis=1)
+    replay = dataclasses.replace(replay, forest=replay.forest.replace(survival=least))
     for threshold in (0.3, 0.7):
-        found = golden.replayed(Policy(kind=PolicyKind.THRESHOLD, threshold=threshold), confidence)
-        np.testing.assert_array_equal(found, golden.decoded(threshold))
+        found = golden.replayed(Policy(kind=PolicyKind.THRESHOLD, threshold=threshold), replay)
+        np.testing.assert_array_equal(found, golden.decoded(threshold, None))
         assert len(found) > len(everything)
 
 
+def test_a_replay_of_trees_is_what_is_decoded(golden):
+    replay = golden.run.tree_replay(uncalibrated(7))
+    everything, decoded = golden.replayed(EVERYTHING, replay), golden.decoded(0.0, TREE)
+    np.testing.assert_array_equal(everything, decoded)
+    np.testing.assert_array_equal(golden.replayed(WHOLE, replay), decoded)
+    chains = golden.replayed(WHOLE, golden.run.replay(uncalibrated(7)))
+    assert len(everything) < len(chains), "a tree must accept more for the test to mean anything"
+
+
 @pytest.mark.slow
-def test_the_engine_schedules_the_same():
+@pytest.mark.parametrize(
+    ("tree", "buckets", "plain"),
+    [(None, (2, 3, 16), None), (None, (2, 3, 16), 130), (TREE, (2, 6, 24), None), (TREE, (2, 6, 24), 130)],
+    ids=["chain", "chain switching", "tree", "tree switching"],
+)
+def test_the_engine_schedules_the_same(monkeypatch, tree, buckets, plain):
     """Two requests together, on a table whose best bucket changes with the confidences: the engine's every round."""
-    golden = Golden(0.0)
-    buckets, policy = (2, 3, 16), Policy(kind=PolicyKind.STALE_CAPACITY)
-    table = StepTable(jnp.asarray(buckets, jnp.int32), jnp.asarray([100, 70, 42], jnp.float32))
-    run = simulate(golden.run.replay(np.ones(7)), table, policy, np.arange(2), np.zeros(2), 2)
-    assert {2, 3, 16} <= set((run.drafts + run.active).tolist()[2:])
+    monkeypatch.setattr(stale_capacity, "_PLAIN_ROUNDS", 3)
+    golden = Golden(0.0, tree)
+    policy, rates = Policy(kind=PolicyKind.STALE_CAPACITY), jnp.asarray([100, 70, 42], jnp.float32)
+    table = StepTable(
+        jnp.asarray(buckets, jnp.int32), rates, None if plain is None else jnp.full(3, plain, jnp.float32)
+    )
+    replay = golden.run.replay(uncalibrated(7)) if tree is None else golden.run.tree_replay(uncalibrated(7))
+    run = simulate(replay, table, policy, np.arange(2), np.zeros(2), 2)
+    assert set(buckets) <= set((run.drafts + run.active).tolist()[2:])
     config = EngineConfig(decode=golden.decoder.config, slots=2, capacity=128, buckets=buckets, prefill_tokens=64)
     models = golden_target().params, golden_drafter("dspark_vanilla").params
     keys = request_keys(golden.options.seed, 2)
@@ -109,8 +145,10 @@ def test_the_engine_schedules_the_same():
 def test_a_recorded_run_is_kept(golden, tmp_path):
     golden.run.save(tmp_path / "run.npz")
     kept = RecordedRun.load(tmp_path / "run.npz")
-    for name, value in vars(golden.run).items():
-        np.testing.assert_array_equal(vars(kept)[name], value)
+    for found, expected in ((kept, golden.run), (kept.trees, golden.run.trees)):
+        for name, value in vars(expected).items():
+            if name != "trees":
+                np.testing.assert_array_equal(vars(found)[name], value)
 
 
 @pytest.fixture
@@ -128,29 +166,46 @@ def recording(tmp_path):
     rng = np.random.default_rng(0)
     logits = rng.normal(1, 1, (12 * 19, 3)).astype(np.float32)
     accepted = np.cumprod(rng.random(logits.shape) < 1 / (1 + np.exp(-logits)), axis=1).sum(axis=1)
-    RecordedRun(np.full(12, 20), logits, accepted, {"target": "T", "drafter": "D"}).save(tmp_path / "run.npz")
+    RecordedRun(np.full(12, 20), logits, accepted, LAW).save(tmp_path / "run.npz")
     return tmp_path / "run.npz"
+
+
+@pytest.fixture
+def tree_recording(tmp_path, recording):
+    """The same with trees of two first drafts, of which the first has one of its own."""
+    run, rng = RecordedRun.load(recording), np.random.default_rng(1)
+    scores = np.tile(np.log([1, 0.5, 0.25, 0.25]), (len(run.accepted), 1)).astype(np.float32)
+    parents, chosen = np.tile(np.array([-1, 0, 0, 1], np.int16), (len(scores), 1)), rng.integers(0, 4, len(scores))
+    paths = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 1, 0, 1]], bool)
+    trees = RecordedTrees(scores, parents, paths[chosen])
+    law = LAW | {"tree": tree_fields(SMALL_TREE)}
+    dataclasses.replace(run, law=law, trees=trees).save(tmp_path / "trees.npz")
+    return tmp_path / "trees.npz"
 
 
 def test_record_and_simulate(infer, tmp_path, models, prompts, table):
     output, record = tmp_path / "out.json", tmp_path / "kept.npz"
     options = {"requests": 16, "max_new_tokens": NEW_TOKENS, "batch_size": 2, "seed": 3, "rate": 4}
+    options |= {"tree": "pctree", "tree_k": TREE.k, "tree_budget": TREE.budget}
     outcome = infer("simulate", **models, prompts=prompts, table=table, output=output, record=record, **options)
     assert outcome.code == 0, outcome.error
     for name in ("thresholds", "users", "concurrency"):
         assert (tmp_path / f"out_{name}.png").read_bytes().startswith(PNG)
     report = json.loads(output.read_text())
-    assert report["law"]["drafter"] == "dspark_vanilla" and report["num_drafts"] == 7
+    assert report["law"]["drafter"] == "dspark_vanilla"
+    assert [drafts["nodes"] for drafts in (report["drafts"]["chain"], report["drafts"]["tree"])] == [8, 12]
     assert [load["slots"] for load in report["loads"]] == [1, 2, 4, 8, 8]
     assert [load["kind"] for load in report["loads"]] == ["closed"] * 4 + ["poisson"]
-    names = ["plain", "fixed 1", "fixed 7", "threshold 0.5", "early-stop", "global-best", "stale-capacity"]
+    names = ["fixed 1", "fixed 7", "threshold 0.5", "early-stop", "global-best", "stale-capacity"]
+    names = ["plain", *names, *(f"tree {name}" for name in names)]
     for load in report["loads"]:
         assert set(load["policies"]) == set(names)
         assert {policy["tokens"] for policy in load["policies"].values()} == {16 * (NEW_TOKENS - 1)}
     for name in names:
         assert name in outcome.out
-    sweep = report["thresholds"]
-    assert sweep[0]["accepted_drafts"] + sweep[0]["rejected_drafts"] == pytest.approx(7)
+    for drafts in report["drafts"].values():
+        first = drafts["thresholds"][0]
+        assert first["accepted_drafts"] + first["rejected_drafts"] == pytest.approx(drafts["nodes"] - 1)
     # The recorded run, and no model, gives the same again.
     again = infer("simulate", recording=record, table=table, output=output, requests=16, seed=3, rate=4)
     assert again.code == 0, again.error
@@ -160,14 +215,38 @@ def test_record_and_simulate(infer, tmp_path, models, prompts, table):
 def test_trace_and_calibration(infer, tmp_path, table, recording, files):
     trace = files.write_lines(tmp_path / "trace.jsonl", [{"arrival_seconds": 5 + i / 10} for i in range(30)])
     calibration = tmp_path / "calibration.json"
-    calibration.write_text(json.dumps({"temperatures": [1, 2, 1.5]}))
+    calibration.write_text(json.dumps({"temperatures": [1, 2, 1.5], "law": LAW}))
     output = tmp_path / "out.json"
     options = {"recording": recording, "table": table, "trace": trace, "calibration": calibration, "output": output}
     outcome = infer("simulate", **options, concurrency=(2, 1), slots=3, requests=20)
     assert outcome.code == 0, outcome.error
     report = json.loads(output.read_text())
     assert [(load["kind"], load["slots"]) for load in report["loads"]] == [("closed", 1), ("closed", 2), ("trace", 3)]
-    assert report["loads"][2]["requests"] == 30 and report["temperatures"] == [1, 2, 1.5]
+    assert report["loads"][2]["requests"] == 30 and report["survival"]["temperatures"] == [1, 2, 1.5]
+    assert set(report["drafts"]) == {"chain"}
+    calibration.write_text(json.dumps({"temperatures": [1, 2, 1.5], "law": LAW | {"temperature": 1.0}}))
+    outcome = infer("simulate", **options, requests=20)
+    assert outcome.code == 2 and "law.temperature is 1.0, not 0.0" in outcome.error_line
+
+
+def test_trees_on_their_own_table(infer, tmp_path, table, tree_recording):
+    """A tree whose steps cost ten times as much, and a calibration of its edges."""
+    law, tree = LAW | {"tree": tree_fields(SMALL_TREE)}, tmp_path / "tree.json"
+    rates = {"steps_per_second": [10.0, 9.0], "plain_steps_per_second": [10.0, 10.0]}
+    tree.write_text(json.dumps({"capacities": [4, 16], **rates, "law": law}))
+    calibration = tmp_path / "calibration.json"
+    edge_map = {"alpha": 2.0, "beta": 0.5, "tree": tree_fields(SMALL_TREE)}
+    calibration.write_text(json.dumps({"temperatures": [1, 2, 1.5], "law": LAW, "edge_map": edge_map}))
+    options = {"recording": tree_recording, "table": table, "tree_table": tree, "calibration": calibration}
+    outcome = infer("simulate", **options, output=tmp_path / "out.json", requests=20)
+    assert outcome.code == 0, outcome.error
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [load["slots"] for load in report["loads"]] == [1, 2, 4]
+    assert report["drafts"]["tree"]["table"]["steps_per_second"] == [10.0, 9.0]
+    assert report["survival"] == {"temperatures": [1, 2, 1.5], "alpha": 2, "beta": 0.5}
+    policies = report["loads"][0]["policies"]
+    assert policies["plain"]["tokens_per_second"] == pytest.approx(100)
+    assert policies["tree fixed 3"]["tokens_per_second"] == pytest.approx(10 * policies["tree fixed 3"]["tau"])
 
 
 BAD_FILES = {
@@ -188,6 +267,35 @@ BAD_FILES = {
         {"table": "bad.json"},
         ["bad.json: capacities end at 2, less than one request's 4"],
     ),
+    "table of trees": (
+        {"bad.json": json.dumps({"capacities": [32], "steps_per_second": [1], "law": {"tree": {"k": 1}}})},
+        {"table": "bad.json"},
+        ["bad.json: law.tree", "--tree-table"],
+    ),
+    "table of another tree": (
+        {"bad.json": json.dumps({"capacities": [32], "steps_per_second": [1], "law": {"tree": None}})},
+        {"recording": "trees.npz", "tree_table": "bad.json"},
+        ["bad.json: law.tree", "--tree"],
+    ),
+    "tiny table for trees": (
+        {"bad.json": '{"capacities": [3], "steps_per_second": [1]}'},
+        {"recording": "trees.npz", "tree_table": "bad.json"},
+        ["bad.json: capacities end at 3, less than one tree's 4 nodes", "--tree-table"],
+    ),
+    "concurrency beyond the trees' table": (
+        {"t.json": '{"capacities": [8], "steps_per_second": [1]}'},
+        {"recording": "trees.npz", "tree_table": "t.json", "concurrency": 3},
+        ["--concurrency 3", "12 tokens a step with a tree each", "t.json ends at 8; take at most 2"],
+    ),
+    "tree table without trees": ({}, {"tree_table": "table.json"}, ["--tree-table: run.npz has no trees", "--tree"]),
+    "tree of a recorded run": ({}, {"tree": "pctree"}, ["--tree: is for recording"]),
+    "calibration of chains": (
+        {"c.json": json.dumps({"temperatures": [1, 1, 1], "law": LAW})},
+        {"recording": "trees.npz", "calibration": "c.json"},
+        ["c.json: edge_map", "calibrate with this tree"],
+    ),
+    "recording is a folder": ({}, {"recording": "."}, [".: Is a directory"]),
+    "many requests": ({}, {"requests": 10**7}, ["--requests 10000000 must be at most"]),
     "no such recording": ({}, {"recording": "none.npz"}, ["none.npz: No such file"]),
     "no recording": ({"bad.npz": "x"}, {"recording": "bad.npz"}, ["bad.npz: is no recorded run"]),
     "no such trace": ({}, {"trace": "none.jsonl"}, ["none.jsonl: No such file"]),
@@ -217,12 +325,13 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_input(infer, tmp_path, monkeypatch, table, recording, case):
+@pytest.mark.usefixtures("table", "tree_recording")
+def test_bad_input(infer, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     written, changed, named = BAD_FILES[case]
     for name, text in written.items():
         (tmp_path / name).write_text(text)
-    outcome = infer("simulate", **{"recording": recording, "table": table} | changed)
+    outcome = infer("simulate", **{"recording": "run.npz", "table": "table.json"} | changed)
     assert outcome.code == 2
     for text in named:
         assert text in outcome.error_line
@@ -234,12 +343,16 @@ BAD_RUNS = {
     "confidence_logits": {"confidence_logits": np.zeros((5, 3), np.float32)},
     "accepted": {"accepted": np.full(228, 4)},
     "law": {"law": np.array("[]")},
+    "law.tree": {"law": np.array('{"tree": {"kind": "oak"}}')},
+    "tree_scores": {"tree_scores": np.zeros((228, 5), np.float32)},
+    "tree_parents": {"tree_parents": np.tile(np.array([-1, 0, 2, 1], np.int16), (228, 1))},
+    "tree_accepted": {"tree_accepted": np.tile([False, True, True, False], (228, 1))},
 }
 
 
 @pytest.mark.parametrize("field", BAD_RUNS)
-def test_a_damaged_run(infer, tmp_path, table, recording, field):
-    with np.load(recording) as file:
+def test_a_damaged_run(infer, tmp_path, table, tree_recording, field):
+    with np.load(tree_recording) as file:
         arrays = dict(file)
     np.savez(tmp_path / "bad.npz", **arrays | BAD_RUNS[field])
     outcome = infer("simulate", recording=tmp_path / "bad.npz", table=table)
@@ -250,5 +363,15 @@ def test_models_without_confidences_or_prompts(infer, models, prompts, table):
     outcome = infer("simulate", target=models["target"], table=table)
     assert outcome.code == 2 and "--drafter is missing" in outcome.error_line
     dflash = models["drafter"].replace("dspark_vanilla", "dflash")
-    outcome = infer("simulate", target=models["target"], drafter=dflash, prompts=prompts, table=table)
+    recorded = models | {"prompts": prompts, "table": table}
+    outcome = infer("simulate", **recorded | {"drafter": dflash})
     assert outcome.code == 2 and "has no confidence head" in outcome.error_line
+    for wrong, named in (
+        ({"record": "run.txt"}, "--record run.txt: a recorded run is an .npz file"),
+        ({"tree_table": table}, "--tree-table: is for trees; record them with --tree"),
+        ({"tree_k": 3}, "--tree-k: drafting a chain has none"),
+        ({"tree": "pctree", "tree_k": 261}, "--tree-k 261"),
+        ({"prompts": table.parent}, f"{table.parent}: is a folder"),
+    ):
+        outcome = infer("simulate", **recorded | wrong)
+        assert outcome.code == 2 and named in outcome.error_line
