@@ -1,1 +1,1 @@
-"""The inference programs: `python -m infer generate | batch | evaluate | profile | simulate | tree-cost`."""
+"""The inference programs: `python -m infer generate | batch | evaluate | profile | load | simulate | tree-cost`."""

@@ -6,7 +6,8 @@ text, so that any schedule replays exactly: a round that verifies n nodes of the
 target's own, and the next one begins at a position that was recorded too.
 
 Simulated are the rounds: one takes 1 / SPS(B) seconds, drafting included, or what the table says of a plain one where
-nothing is drafted. Prompts are read in no time, as is the host's work, and a request's slot is free at once.
+nothing is drafted. Prompts are read in no time, as is the host's work, and that a request has ended is known at once,
+where an engine has dispatched a round by then.
 """
 
 import dataclasses

