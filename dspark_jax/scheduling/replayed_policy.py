@@ -39,7 +39,7 @@ class ReplayedPolicy:
         plain = table.steps_per_second if table.plain_steps_per_second is None else table.plain_steps_per_second
         self._plain_rates = np.asarray(plain, np.float64)[buckets]
         self._stale = StaleCapacity(table)
-        self._unread: collections.deque[tuple[int, Float[np.ndarray, "N-1"]] | None] = collections.deque()
+        self._unread: collections.deque[tuple[int, Float[np.ndarray, "N-1"], int] | None] = collections.deque()
 
     def round(self, forest: Forest) -> tuple[Bool[np.ndarray, "A N"], float]:
         """The nodes that the next round verifies, and the steps a second of the bucket that it runs in.
@@ -88,7 +88,7 @@ class ReplayedPolicy:
         wanted = self._stale.wanted(active, self._width)
         order = _admission_order(forest)
         ranked = -np.sort(-forest.survival[:, 1:], axis=1)
-        self._unread.append((self._drafts(forest, order), ranked.mean(axis=0)))
+        self._unread.append((self._drafts(forest, order), ranked.mean(axis=0), active))
         return _first(forest, order, self._bucket[wanted] - active), float(self._rates[wanted])
 
     def _drafts(self, forest: Forest, order: Int[np.ndarray, "drafts"]) -> int:

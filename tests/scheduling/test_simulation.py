@@ -119,33 +119,36 @@ def test_schedules_are_the_librarys(table, trees):
 
 def test_switching_is_the_engines(monkeypatch):
     """Scripted confidences, read afresh: a round reports after the next is decided, plain ones nothing."""
-    monkeypatch.setattr(stale_capacity, "_PLAIN_ROUNDS", 3)
+    for name, value in (("_FEWEST_PLAIN_ROUNDS", 2), ("_MOST_PLAIN_ROUNDS", 4), ("_MEMORY", 10)):
+        monkeypatch.setattr(stale_capacity, name, value)
     table = step_table(lambda tokens: 0.01 + 0.001 * tokens, (8, 16, 32, 64))
     table = table.replace(plain_steps_per_second=jnp.full(4, 1.6 * float(table.steps_per_second[0]), jnp.float32))
     replayed = ReplayedPolicy(STALE, table, 2, GAMMA + 1, False)
     rates, plain = np.asarray(table.steps_per_second, float), float(table.plain_steps_per_second[0])
-    curve, unread, plain_in_a_row, kinds = None, [], 0, []
+    curve, seen, unread, plain_in_a_row, patience, kinds = np.zeros(GAMMA), 0, [], 0, 2, []
     for chance in [0.9] * 6 + [0.2] * 30 + [0.95] * 20:
         survival = np.tile(np.cumprod(np.full(GAMMA, chance)), (2, 1))
         nodes, rate = replayed.round(chain_replay(np.array([3]), survival, np.zeros(2, int)).forest)
         if len(unread) == 2 and (report := unread.pop(0)) is not None:
-            curve = report if curve is None else 0.8 * curve + 0.2 * report
-        drafting = curve is None or any(
+            seen = min(seen + 2, 10)
+            curve = curve + 2 / seen * (report - curve)
+        pays = not seen or any(
             (1 + curve[:n].sum()) * rates[next(i for i, size in enumerate((8, 16, 32, 64)) if size >= 2 + 2 * n)]
             >= plain
             for n in range(GAMMA + 1)
         )
-        if not drafting and plain_in_a_row < 3:
+        drafting = pays or plain_in_a_row == patience
+        if drafting:
+            plain_in_a_row, patience = 0, 2 if pays else min(2 * patience, 4)
+            assert nodes.sum() > 2
+        else:
             plain_in_a_row += 1
             assert nodes.sum() == 2 and rate == pytest.approx(plain)
-        else:
-            plain_in_a_row, drafting = 0, True
-            assert nodes.sum() > 2
         kinds.append(drafting)
         unread.append(survival[0] if drafting else None)
     text = "".join("D" if drafted else "p" for drafted in kinds)
-    # While little survives, one round in four asks again; soon after much does, every one drafts.
-    assert "pppDpppDppp" in text and text.startswith("DDDDDDDD") and text.endswith("DDDDD")
+    # While little survives, a round asks again now and then, ever more rarely; soon after much does, every one drafts.
+    assert "DppDppppDppppD" in text and text.startswith("DDDDDDDD") and text.endswith("DDDDD")
 
 
 @pytest.mark.parametrize(
