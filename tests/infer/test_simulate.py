@@ -114,15 +114,20 @@ def test_a_replay_of_trees_is_what_is_decoded(golden):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tree", "buckets", "plain"),
-    [(None, (2, 3, 16), None), (None, (2, 3, 16), 130), (TREE, (2, 6, 24), None), (TREE, (2, 6, 24), 130)],
+    ("tree", "buckets", "slowest", "plain"),
+    [
+        (None, (2, 3, 16), 46, None),
+        (None, (2, 3, 16), 58, 130),
+        (TREE, (2, 6, 24), 54, None),
+        (TREE, (2, 6, 24), 54, 130),
+    ],
     ids=["chain", "chain switching", "tree", "tree switching"],
 )
-def test_the_engine_schedules_the_same(monkeypatch, tree, buckets, plain):
+def test_the_engine_schedules_the_same(monkeypatch, tree, buckets, slowest, plain):
     """Two requests together, on a table whose best bucket changes with the confidences: the engine's every round."""
     monkeypatch.setattr(stale_capacity, "_FEWEST_PLAIN_ROUNDS", 3)
     golden = Golden(0.0, tree)
-    policy, rates = Policy(kind=PolicyKind.STALE_CAPACITY), jnp.asarray([100, 70, 42], jnp.float32)
+    policy, rates = Policy(kind=PolicyKind.STALE_CAPACITY), jnp.asarray([100, 70, slowest], jnp.float32)
     table = StepTable(
         jnp.asarray(buckets, jnp.int32), rates, None if plain is None else jnp.full(3, plain, jnp.float32)
     )
@@ -136,12 +141,12 @@ def test_the_engine_schedules_the_same(monkeypatch, tree, buckets, plain):
         EngineRequest(id=index, input_ids=prompt.turn_ids(), key=keys[index])
         for index, prompt in enumerate(golden.prompts)
     ]
-    nodes = np.zeros(len(run.ends), int)
+    nodes = np.zeros(NEW_TOKENS, int)
     for result in Engine(*models, config, table).generate(requests):
         nodes[: len(result.verified_nodes)] += result.verified_nodes
     # Until one of the two ends, which an engine knows a round later.
     together = int((run.active == 2).sum())
-    assert together > 20
+    assert together > 15
     np.testing.assert_array_equal((run.drafts + run.active)[:together], nodes[:together])
 
 
