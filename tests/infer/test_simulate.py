@@ -246,7 +246,7 @@ def test_trees_on_their_own_table(infer, tmp_path, table, tree_recording):
     edge_map = {"alpha": 2.0, "beta": 0.5, "tree": tree_fields(SMALL_TREE)}
     calibration.write_text(json.dumps({"temperatures": [1, 2, 1.5], "law": LAW, "edge_map": edge_map}))
     options = {"recording": tree_recording, "table": table, "tree_table": tree, "calibration": calibration}
-    outcome = infer("simulate", **options, output=tmp_path / "out.json", requests=20)
+    outcome = infer("simulate", **options, output=tmp_path / "out.json", requests=8)
     assert outcome.code == 0, outcome.error
     report = json.loads((tmp_path / "out.json").read_text())
     assert [load["slots"] for load in report["loads"]] == [1, 2, 4]
