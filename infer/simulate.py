@@ -108,7 +108,7 @@ def _describe(options: SimulateOptions) -> Description:
     description = describe(decoding, options.drafter)
     if not description.drafter_config.enable_confidence_head:
         raise InputError(f"--drafter {options.drafter}: has no confidence head; there is nothing to schedule by")
-    models = (description.config, description.drafter_config)
+    models = (description.target.config, description.drafter_config)
     decode_config(*models, options.max_new_tokens, tree=decoding.chosen_tree)
     return description
 
