@@ -8,10 +8,10 @@ from jaxtyping import Float
 
 from dspark_jax.scheduling.throughput import StepTable, drafting_pays, is_flat
 
-# Where decoding plainly is faster, so many rounds pass until a drafted one asks again.
-_PLAIN_ROUNDS = 64
-# Of the newest drafted round in the mean survival.
-_LEARNING_RATE = 0.2
+# Where decoding plainly is faster, so many rounds pass until a drafted one asks again: each time twice as many.
+_FEWEST_PLAIN_ROUNDS, _MOST_PLAIN_ROUNDS = 16, 256
+# Requests' rounds that the mean survival remembers: one round of one request says little.
+_MEMORY = 128
 
 
 class StaleCapacity:
@@ -25,14 +25,18 @@ class StaleCapacity:
         self._table, self._everything = table, is_flat(table)
         self._best_drafts: int | None = None
         self._survival: np.ndarray | None = None
-        self._plain_in_a_row = 0
+        self._seen = 0
+        self._plain_in_a_row, self._patience = 0, _FEWEST_PLAIN_ROUNDS
 
     def plainly(self, active: int) -> bool:
         """Whether the next round drafts nothing, because rounds that draft were found slower. Asked once a round."""
         if self._survival is None:
             return False
-        if drafting_pays(self._table, self._survival, active) or self._plain_in_a_row >= _PLAIN_ROUNDS:
-            self._plain_in_a_row = 0
+        if drafting_pays(self._table, self._survival, active):
+            self._plain_in_a_row, self._patience = 0, _FEWEST_PLAIN_ROUNDS
+            return False
+        if self._plain_in_a_row == self._patience:
+            self._plain_in_a_row, self._patience = 0, min(2 * self._patience, _MOST_PLAIN_ROUNDS)
             return False
         self._plain_in_a_row += 1
         return True
@@ -44,9 +48,10 @@ class StaleCapacity:
             return most
         return min(active + self._best_drafts, most)
 
-    def learn(self, best_drafts: int, survival: Float[np.ndarray, "drafts"]) -> None:
-        """Reads a drafted round: the drafts of its best schedule, and those of a request by descending survival, on
-        average over its requests."""
+    def learn(self, best_drafts: int, survival: Float[np.ndarray, "drafts"], active: int) -> None:
+        """Reads a drafted round of `active` requests: the drafts of its best schedule, and those of a request by
+        descending survival, on average over its requests."""
         self._best_drafts = best_drafts
-        before = survival if self._survival is None else self._survival
-        self._survival = before + _LEARNING_RATE * (survival - before)
+        self._seen = min(self._seen + active, max(_MEMORY, active))
+        before = np.zeros_like(survival) if self._survival is None else self._survival
+        self._survival = before + active / self._seen * (survival - before)

@@ -344,7 +344,7 @@ class Engine:
                 updates.append(Update(id=running.request.id, tokens=tuple(new)))
         # A round that was dispatched before its last requests were known to have ended says nothing.
         if pending.drafted and host.kept.any():
-            self._stale.learn(int(host.best_drafts), host.survival)
+            self._stale.learn(int(host.best_drafts), host.survival, int(np.count_nonzero(host.verified_nodes)))
         return updates
 
     def _finish(self, running: _Running, new: Sequence[int], reason: str, on_device: bool) -> Update:
