@@ -18,6 +18,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
+        # On a busy machine the eight devices wait for each other longer than XLA's 40 seconds, after which it aborts.
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]
 )
 

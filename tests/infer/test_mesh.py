@@ -75,7 +75,7 @@ def test_an_evaluation(infer, options):
     assert outcome.code == 0, outcome.error
     report = json.loads(output.read_text())
     assert report["law"]["mesh"] == MESH and report["law"]["device"].startswith("8 x ")
-    assert all(result["output_identical"] == result["requests"] == 4 for result in report["results"][:2])
+    assert all(result["identical_outputs"] == result["requests"] == 4 for result in report["results"][:2])
 
 
 @pytest.mark.slow
