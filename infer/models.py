@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from dspark_jax import DrafterConfig, TargetConfig, targets
+from dspark_jax import DraftModelConfig, TargetConfig, targets
 from dspark_jax.io import Drafter, InputError, Target, Tokenizer, load_drafter, load_target, load_tokenizer, read_json
 from dspark_jax.io.drafter_config import check_against_target, drafter_config_from_fields
 from dspark_jax.io.target import resolve_folder
@@ -17,7 +17,7 @@ class Description:
 
     config: TargetConfig
     tokenizer: Tokenizer | None
-    drafter_config: DrafterConfig | None
+    drafter_config: DraftModelConfig | None
     target: Target | None = None
 
 
@@ -44,7 +44,7 @@ def describe(options: ModelOptions, drafter: str | None) -> Description:
     if drafter is not None:
         path = resolve_folder(drafter) / "config.json"
         try:
-            drafter_config = drafter_config_from_fields(read_json(path), options.allow_config_key)
+            drafter_config = drafter_config_from_fields(read_json(path), options.allow_config_key, config)
             check_against_target(drafter_config, config)
         except ValueError as error:
             raise InputError(f"{path}: {error}") from error

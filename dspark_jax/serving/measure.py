@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decode_state import DecodeState, Requests
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.sampling import request_keys, sampling_params
 from dspark_jax.scheduling.policy import Policy
 from dspark_jax.scheduling.survival import uncalibrated
