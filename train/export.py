@@ -36,7 +36,13 @@ class ExportConfig:
 
 
 def export(
-    checkpoints: Checkpoints, step: int, config: DrafterConfig, target: Target, output: Path, dtype: str, deepspec: bool
+    checkpoints: Checkpoints,
+    step: int,
+    config: DraftModelConfig,
+    target: Target,
+    output: Path,
+    dtype: str,
+    deepspec: bool,
 ) -> None:
     """Writes the drafter of one checkpoint, with the target's embedding and head."""
     params: DrafterParams = checkpoints.restore_params(step, abstract(declare_trainable(config)))

@@ -69,4 +69,3 @@ def block_hidden(
     if isinstance(config, DrafterConfig):
         return dspark.block_hidden(params, config, state, anchor_tokens, anchor_positions)
     return None
-

@@ -26,9 +26,9 @@ class LossConfig:
     """Weights of the terms; the defaults are DSpark's.
 
     `forward_kl`: KL(p_target ‖ q_draft) at temperature 1 (JetSpec). `soft_cross_entropy`: against the target's law
-    among the draft vocabulary, where the target's best token is part of it (EAGLE-3, as SpecForge trains it). `decay`: draft k weighs exp(-k / decay) in every
-    term; infinite for uniform weights. `detach_confidence_features`: the confidence loss does not train the backbone.
-    `chunk`: positions whose vocabulary-sized rows exist at one time.
+    among the draft vocabulary, where the target's best token is part of it (EAGLE-3, as SpecForge trains it).
+    `decay`: draft k weighs exp(-k / decay) in every term; infinite for uniform weights. `detach_confidence_features`:
+    the confidence loss does not train the backbone. `chunk`: positions whose vocabulary-sized rows exist at one time.
     """
 
     cross_entropy: float = 0.1
