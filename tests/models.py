@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.config import DecoderConfig, DrafterConfig, DraftModelConfig, Eagle3Config, MarkovHeadType, TargetConfig
+from dspark_jax.config import (
+    DecoderConfig,
+    DrafterConfig,
+    DraftModelConfig,
+    Eagle3Config,
+    MarkovHeadType,
+    MTPConfig,
+    TargetConfig,
+)
 from dspark_jax.drafters.kinds import DrafterParams, declare_drafter
 from dspark_jax.io import Drafter, Target, load_drafter, load_target
 from dspark_jax.layers.linear import Linear
@@ -19,6 +27,7 @@ from dspark_jax.targets.decoder import TargetParams, declare_target, head_weight
 GOLDENS = Path(__file__).parent / "goldens"
 GOLDEN_DRAFTERS = ("dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash")
 HEADS = ("dflash", *(kind.value for kind in MarkovHeadType))
+PAIR_KINDS = ("eagle3", "mtp")
 
 
 def target_config(vocab_size: int = 8, **changes) -> TargetConfig:
@@ -68,8 +77,8 @@ def drafter_config(target: TargetConfig, head: str = "vanilla", **changes) -> Dr
     return DrafterConfig(**(shape | changes))
 
 
-def pair_config(target: TargetConfig, kind: type[DraftModelConfig], **changes) -> DraftModelConfig:
-    """An Eagle3 drafter of three drafts, or a multi-token-prediction module."""
+def pair_config(target: TargetConfig, kind: str = "eagle3", **changes) -> Eagle3Config | MTPConfig:
+    """An Eagle3 drafter of three drafts, or with "mtp" a multi-token-prediction module."""
     like_target = {field.name: getattr(target, field.name) for field in dataclasses.fields(DecoderConfig)}
     shape = like_target | {
         "model_type": target.model_type,
@@ -77,9 +86,10 @@ def pair_config(target: TargetConfig, kind: type[DraftModelConfig], **changes) -
         "sliding_windows": (),
         "num_target_layers": target.num_hidden_layers,
     }
-    if kind is Eagle3Config:
-        shape |= {"model_type": "llama", "qk_norm": False, "block_size": 3, "target_layer_ids": (-1, 1)}
-    return kind(**(shape | changes))
+    if kind == "mtp":
+        return MTPConfig(**(shape | changes))
+    shape |= {"model_type": "llama", "qk_norm": False, "block_size": 3, "target_layer_ids": (-1, 1)}
+    return Eagle3Config(**(shape | changes))
 
 
 def random_target(config: TargetConfig, seed: int = 0, dtype=jnp.float32) -> TargetParams:
