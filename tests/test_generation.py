@@ -84,7 +84,7 @@ def test_goldens(name):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("head", "draft_vocab_size"), [*((head, 8) for head in (*HEADS, *PAIR_KINDS)), ("rnn", 5), ("eagle3", 5)]
+    ("head", "draft_vocab_size"), [*((head, 8) for head in HEADS), ("rnn", 5), ("eagle3", 5), ("mtp", 8)]
 )
 def test_coupled_output_is_plain_output(head, draft_vocab_size, temperature):
     """Token for token, whatever the drafter, its vocabulary and the thresholds."""
