@@ -1,5 +1,7 @@
 """Every kind of drafter behind the same few functions; the class of the config says which."""
 
+from typing import Any
+
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DrafterConfig, DraftModelConfig, Eagle3Config, MTPConfig
@@ -25,7 +27,8 @@ def declare_drafter(config: DraftModelConfig) -> DrafterParams:
 
 def target_features(config: DraftModelConfig, out: TargetOutput) -> Float[Array, "*rows features"]:
     """What the drafter reads of a target's pass: the tapped layers, or the last hidden state."""
-    return out.hidden if isinstance(config, MTPConfig) else out.features
+    features: Any = out.hidden if isinstance(config, MTPConfig) else out.features
+    return features
 
 
 def first_anchor(config: DraftModelConfig) -> int:

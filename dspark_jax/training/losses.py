@@ -66,7 +66,7 @@ class LossSums:
 def zero_sums(gamma: int) -> LossSums:
     """What sums are added to."""
     scalar, slots = jnp.zeros((), jnp.float32), jnp.zeros((gamma,), jnp.float32)
-    return LossSums(*(scalar,) * 7, slots, slots, slots, scalar, scalar)
+    return LossSums(scalar, scalar, scalar, scalar, scalar, scalar, scalar, slots, slots, slots, scalar, scalar)
 
 
 def slot_weights(blocks: Blocks, decay: float) -> Float[Array, "B A gamma"]:
