@@ -101,22 +101,30 @@ def generate(
 
 @functools.partial(jax.jit, static_argnames="config")
 def _start(target, drafter, tokens, lengths, keys, config, sampling, max_tokens, confidence_threshold) -> DecodeState:
+    @under_auto_axes
+    def run(target, drafter, tokens, lengths, requests):
+        return prefill(target, drafter, config, requests, tokens, lengths)
+
     requests = _requests(config, keys, sampling, max_tokens, confidence_threshold)
-    return prefill(target, drafter, config, requests, tokens, lengths)
+    return run(target, drafter, tokens, lengths, requests)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 def _advance(target, drafter, state, rounds, config) -> tuple[DecodeState, Generation]:
-    def more(carry):
-        state, left = carry
-        return ~jnp.all(state.done) & (left > 0)
+    @under_auto_axes
+    def run(target, drafter, state, rounds):
+        def more(carry):
+            state, left = carry
+            return ~jnp.all(state.done) & (left > 0)
 
-    def body(carry):
-        state, left = carry
-        return decode_round(target, drafter, config, state), left - 1
+        def body(carry):
+            state, left = carry
+            return decode_round(target, drafter, config, state), left - 1
 
-    state, _ = jax.lax.while_loop(more, body, (state, rounds))
-    return state, generation_of(config, state)
+        state, _ = jax.lax.while_loop(more, body, (state, rounds))
+        return state, generation_of(config, state)
+
+    return run(target, drafter, state, rounds)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -147,6 +155,8 @@ def generate_chunks(
 
     `stop(request, new_tokens)` is asked about each request with new tokens; a number it returns ends the request
     after so many tokens (stop strings need the host, which knows the text). The last value is the whole result.
+    Under a mesh with explicit axes every device holds the whole state between two chunks, its caches too; under one
+    with Auto axes each holds its part.
     """
     state = _start(target, drafter, tokens, lengths, keys, config, sampling, max_tokens, confidence_threshold)
     budget = jnp.asarray(rounds_per_chunk, jnp.int32)

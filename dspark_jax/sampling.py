@@ -45,6 +45,8 @@ def sampling_params(
         raise ValueError(f"temperature {temperature} must be finite and at least 0")
     if top_k < 0:
         raise ValueError(f"top_k {top_k} must be at least 0 (0 switches it off)")
+    if top_k >= 2**31:
+        raise ValueError(f"top_k {top_k} must be under {2**31} (0 switches it off)")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p {top_p} must be in (0, 1]")
     if not 0 <= min_p <= 1:

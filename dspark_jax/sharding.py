@@ -21,9 +21,18 @@ RULES: dict[str, str] = {
 }
 
 
+MESH_AXES = ("data", "model")
+
+
 def make_mesh(data: int, model: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh ("data", "model") with Auto axes, the mode the library's internals are written for."""
-    return jax.make_mesh((data, model), ("data", "model"), (AxisType.Auto,) * 2, devices=devices)
+    return jax.make_mesh((data, model), MESH_AXES, (AxisType.Auto,) * 2, devices=devices)
+
+
+def mesh_of(x: Array) -> str:
+    """The mesh that an array lies on, as "data=4,model=2"; a single device is a mesh too."""
+    shape = x.sharding.mesh.shape if isinstance(x.sharding, NamedSharding) else dict.fromkeys(MESH_AXES, 1)
+    return ",".join(f"{axis}={size}" for axis, size in shape.items())
 
 
 def partition_spec(shape: Sequence[int], axes: Sequence[str | None], mesh_shape: dict[str, int]) -> PartitionSpec:

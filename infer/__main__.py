@@ -1,30 +1,38 @@
 """`python -m infer COMMAND`."""
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from dspark_jax.io.command_line import Command
-from dspark_jax.io.command_line import main as run_command
-from infer.batch import BatchOptions, batch
-from infer.evaluate import EvaluateOptions, evaluate
-from infer.generate import GenerateOptions, generate
-from infer.profile import ProfileOptions, profile
-from infer.simulate import SimulateOptions, run_simulation
-from infer.tree_cost import TreeCostOptions, tree_cost
-
-COMMANDS = {
-    "generate": Command(GenerateOptions, generate),
-    "batch": Command(BatchOptions, batch),
-    "evaluate": Command(EvaluateOptions, evaluate),
-    "profile": Command(ProfileOptions, profile),
-    "simulate": Command(SimulateOptions, run_simulation),
-    "tree-cost": Command(TreeCostOptions, tree_cost),
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_command("python -m infer", COMMANDS, arguments)
+    """Runs a command and returns its exit code."""
+    # Not above: Ctrl-C must find its handler below before these seconds of imports.
+    from dspark_jax.io import command_line
+    from dspark_jax.io.command_line import Command
+    from infer.batch import BatchOptions, batch
+    from infer.evaluate import EvaluateOptions, evaluate
+    from infer.generate import GenerateOptions, generate
+    from infer.load import LoadOptions, load
+    from infer.profile import ProfileOptions, profile
+    from infer.simulate import SimulateOptions, run_simulation
+    from infer.tree_cost import TreeCostOptions, tree_cost
+
+    commands = {
+        "generate": Command(GenerateOptions, generate),
+        "batch": Command(BatchOptions, batch),
+        "evaluate": Command(EvaluateOptions, evaluate),
+        "load": Command(LoadOptions, load),
+        "profile": Command(ProfileOptions, profile),
+        "simulate": Command(SimulateOptions, run_simulation),
+        "tree-cost": Command(TreeCostOptions, tree_cost),
+    }
+    return command_line.main("python -m infer", commands, arguments)
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Around the command, which handles it itself: an exception may get lost, or a traceback out, in imports.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     sys.exit(main())

@@ -13,20 +13,20 @@ from dspark_jax.io.calibration import CalibrationLaw, load_calibration
 from dspark_jax.io.outputs import check_output
 from dspark_jax.io.step_table import StepTableLaw, load_step_table
 from dspark_jax.scheduling.policy import Policy, PolicyKind, check_lossless
-from dspark_jax.scheduling.survival import SurvivalMap, uncalibrated
+from dspark_jax.scheduling.survival import SurvivalMap
 from dspark_jax.scheduling.throughput import StepTable
 from dspark_jax.serving import Engine, EngineConfig
 from infer.batch_run import BatchRun
 from infer.batching import read_prompt_file
 from infer.decoding import decode_config
 from infer.models import describe, load_described, load_named, print_cache_size
-from infer.options import SamplingOptions
+from infer.options import SamplingOptions, under_mesh
 from infer.outputs import ResumableOutput, resume_settings
 from infer.step_table import measure, warn_if_flat
 from infer.text import Texts
 
 # Options that change neither what is generated nor which policy schedules it.
-_IRRELEVANT = ("slots", "table", "calibration", "output", "allow_config_key")
+_IRRELEVANT = ("slots", "table", "calibration", "output", "mesh", "allow_config_key")
 _WITHOUT_TABLE = (PolicyKind.FIXED, PolicyKind.THRESHOLD)
 
 
@@ -96,16 +96,17 @@ class BatchOptions(SamplingOptions):
         return policy
 
 
+@under_mesh
 def batch(options: BatchOptions) -> None:
     options.check()
     output = ResumableOutput(options.output, resume_settings(options, options.drafter, _IRRELEVANT))
     description = describe(options, options.drafter)
     # Whatever their length: too long ones fail alone.
     prompts = read_prompt_file(options.prompts, description, options, limit=sys.maxsize)
-    if description.tokenizer is None and options.stop:
+    if description.target.tokenizer is None and options.stop:
         raise InputError(f"{options.target}: has no tokenizer, which --stop needs")
     decode = decode_config(
-        description.config,
+        description.target.config,
         description.drafter_config,
         options.max_new_tokens,
         options.verifier,
@@ -123,7 +124,9 @@ def batch(options: BatchOptions) -> None:
         capacity=capacity,
         policy=options.chosen_policy(),
     )
-    survival = _survival(options, target, drafter, config)
+    survival = None
+    if drafter is not None:
+        survival = chosen_survival(options.calibration, target, drafter, config.decode, options.sampling_law)
     table = _step_table(options, target, drafter, config)
     engine = Engine(target.params, None if drafter is None else drafter.params, config, table, survival)
     texts = None if target.tokenizer is None else Texts(target.tokenizer, options.stop)
@@ -142,20 +145,14 @@ def _slot_room(prompts: Sequence[Prompt], decode: DecodeConfig) -> int:
     return min(max(needed), context)
 
 
-def _survival(options: BatchOptions, target: Target, drafter: Drafter | None, config: EngineConfig) -> SurvivalMap:
-    survival = uncalibrated(config.decode.depth)
-    if options.calibration is None or drafter is None:
-        return survival
-    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    law = CalibrationLaw.of(target, drafter, options.verifier, **sampling)
-    calibration = load_calibration(options.calibration, config.decode.depth, law, config.decode.tree)
-    survival = survival.replace(temperatures=jnp.asarray(calibration.temperatures))
-    if config.decode.tree is None or calibration.edge_map is None:
-        return survival
-    return survival.replace(
-        alpha=jnp.asarray(calibration.edge_map.alpha, jnp.float32),
-        beta=jnp.asarray(calibration.edge_map.beta, jnp.float32),
-    )
+def chosen_survival(
+    path: Path | None, target: Target, drafter: Drafter, decode: DecodeConfig, sampling: dict[str, float]
+) -> SurvivalMap | None:
+    """The calibration file's map, which must be about what is decoded; None without a file."""
+    if path is None:
+        return None
+    law = CalibrationLaw.of(target, drafter, decode.verifier, **sampling)
+    return load_calibration(path, decode.depth, law, decode.tree).survival
 
 
 def _step_table(options: BatchOptions, target: Target, drafter: Drafter | None, config: EngineConfig) -> StepTable:

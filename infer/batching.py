@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Key
 from tqdm import tqdm
 
-from dspark_jax.io import InputError, Prompt, PromptEncoder, read_prompts
+from dspark_jax.io import InputError, Prompt, read_prompts
 from infer.models import Description
 from infer.options import SamplingOptions
 
@@ -54,9 +54,7 @@ def read_prompt_file(
     path: Path, description: Description, options: SamplingOptions, limit: int | None = None
 ) -> list[Prompt]:
     """All prompts of a file, of at most `limit` tokens: by default what leaves room for a new one in the context."""
-    limit = description.config.max_position_embeddings - 1 if limit is None else limit
-    encoder = PromptEncoder(description.tokenizer, description.config.vocab_size, limit, options.enable_thinking)
-    return read_prompts(path, encoder)
+    return read_prompts(path, description.target.prompt_encoder(options.enable_thinking, limit))
 
 
 def make_batch(

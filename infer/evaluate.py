@@ -15,13 +15,14 @@ from dspark_jax import Generation, TreeKind, Verifier, request_keys
 from dspark_jax.io import InputError, Prompt, write_json
 from dspark_jax.io.outputs import check_output, check_report
 from dspark_jax.io.report import environment
+from dspark_jax.sharding import mesh_of
 from dspark_jax.verification.statistics import AcceptanceCounts, count_acceptance, first_difference, score_gap
 from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
 from infer.decoding import Decoder, decode_config, make_decoder
 from infer.draw import draw_tree
 from infer.methods import Method, MethodName, chosen_methods
 from infer.models import describe, load_described, load_named, print_cache_size
-from infer.options import DecodingOptions
+from infer.options import DecodingOptions, under_mesh
 from infer.results import (
     Difference,
     Result,
@@ -114,17 +115,18 @@ class EvaluateOptions(DecodingOptions):
         return self.output.with_name(f"{self.output.stem}_budgets.png")
 
 
+@under_mesh
 def evaluate(options: EvaluateOptions) -> None:
     options.check()
     description = describe(options, options.drafter)
     files = {path: read_prompt_file(path, description, options)[: options.limit] for path in options.prompts}
     longest = max(len(prompt.turn_ids()) for prompts in files.values() for prompt in prompts)
     rows = min(options.batch_size, max(map(len, files.values())))
-    drafts = decode_config(description.config, description.drafter_config, options.max_new_tokens).depth
+    drafts = decode_config(description.target.config, description.drafter_config, options.max_new_tokens).depth
     methods = chosen_methods(options, options.methods, options.sweep_budget, options.verifier, drafts)
     configs = [
         decode_config(
-            description.config, description.drafter_config, options.max_new_tokens, method.verifier, method.tree
+            description.target.config, description.drafter_config, options.max_new_tokens, method.verifier, method.tree
         )
         for method in methods
     ]
@@ -158,6 +160,7 @@ def evaluate(options: EvaluateOptions) -> None:
         },
         "max_new_tokens": options.max_new_tokens,
         "batch_size": options.batch_size,
+        "mesh": mesh_of(target.params.embed_tokens.weight),
         **environment(),
     }
     report = {

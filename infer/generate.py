@@ -17,13 +17,13 @@ from dspark_jax.verification.statistics import rounds_until
 from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
 from infer.decoding import Decoder, decode_config, make_decoder
 from infer.models import describe, load_described, load_named, print_cache_size
-from infer.options import DecodingOptions
+from infer.options import DecodingOptions, under_mesh
 from infer.outputs import ResumableOutput, resume_settings
 from infer.text import Texts, TextStream
 
 _ROUNDS_PER_CHUNK = 4
 # Options that do not change what is generated.
-_IRRELEVANT = ("batch_size", "stream", "output", "allow_config_key", "no_drafter")
+_IRRELEVANT = ("batch_size", "stream", "output", "mesh", "allow_config_key", "no_drafter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,7 @@ class GenerateOptions(DecodingOptions):
             raise InputError("--stop: a stop string must not be empty")
 
 
+@under_mesh
 def generate(options: GenerateOptions) -> None:
     options.check()
     if not options.prompts.is_file():
@@ -77,9 +78,9 @@ def generate(options: GenerateOptions) -> None:
     prompts = read_prompt_file(options.prompts, description, options)
     tree = options.chosen_tree
     config = decode_config(
-        description.config, description.drafter_config, options.max_new_tokens, options.verifier, tree
+        description.target.config, description.drafter_config, options.max_new_tokens, options.verifier, tree
     )
-    if description.tokenizer is None and (options.stop or options.stream):
+    if description.target.tokenizer is None and (options.stop or options.stream):
         raise InputError(f"{options.target}: has no tokenizer, which --stop and --stream need")
     rows = 1 if options.stream else min(options.batch_size, len(prompts))
     longest = bucket(max(len(prompt.turn_ids()) for prompt in prompts))

@@ -3,69 +3,58 @@
 import dataclasses
 from pathlib import Path
 
-from dspark_jax import DraftModelConfig, TargetConfig, targets
-from dspark_jax.io import Drafter, InputError, Target, Tokenizer, load_drafter, load_target, load_tokenizer, read_json
-from dspark_jax.io.drafter_config import check_against_target, drafter_config_from_fields
-from dspark_jax.io.target import resolve_folder
+from dspark_jax import DraftModelConfig
+from dspark_jax.io import (
+    Drafter,
+    Target,
+    TargetDescription,
+    describe_drafter,
+    describe_target,
+    load_drafter,
+)
 from dspark_jax.layers.kv_cache import cache_bytes
 from infer.options import ModelOptions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Description:
-    """What can be known of the models without their weights. `target`: where it is loaded already, else None."""
+    """What can be known of the models without their weights."""
 
-    config: TargetConfig
-    tokenizer: Tokenizer | None
+    target: TargetDescription
     drafter_config: DraftModelConfig | None
-    target: Target | None = None
 
 
 def describe(options: ModelOptions, drafter: str | None) -> Description:
-    """Reads and checks the configs and the tokenizer.
-
-    A GGUF file is loaded at once: most of the time goes into its header, which cannot be read apart.
+    """Reads and checks everything but the weights.
 
     Raises:
       InputError: a missing file, an unknown key, or a drafter of another target.
     """
-    if options.target.endswith(".gguf"):
-        target = load_target(options.target, dtype=options.dtype, allow_config_keys=options.allow_config_key)
-        config, tokenizer = target.config, target.tokenizer
-    else:
-        folder, target = resolve_folder(options.target), None
-        path = folder / "config.json"
-        try:
-            config = targets.config_from_hf(read_json(path), options.allow_config_key)
-        except ValueError as error:
-            raise InputError(f"{path}: {error}") from error
-        tokenizer = load_tokenizer(folder)
-    drafter_config = None
-    if drafter is not None:
-        path = resolve_folder(drafter) / "config.json"
-        try:
-            drafter_config = drafter_config_from_fields(read_json(path), options.allow_config_key, config)
-            check_against_target(drafter_config, config)
-        except ValueError as error:
-            raise InputError(f"{path}: {error}") from error
-    return Description(config, tokenizer, drafter_config, target)
+    keys = options.allow_config_key
+    target = describe_target(options.target, allow_config_keys=keys)
+    config = None if drafter is None else describe_drafter(drafter, target=target.config, allow_config_keys=keys)
+    return Description(target, config)
 
 
 def load_described(options: ModelOptions, description: Description) -> Target:
-    """Loads the target that was described."""
-    if description.target is not None:
-        return description.target
-    return load_target(options.target, dtype=options.dtype, allow_config_keys=options.allow_config_key)
+    """Loads the target that was described, sharded over the mesh if there is one."""
+    return description.target.load(dtype=options.dtype, mesh=options.chosen_mesh)
 
 
 def load_named(options: ModelOptions, drafter: str, target: Target) -> Drafter:
-    """Loads a drafter as the target's."""
-    return load_drafter(drafter, target=target, dtype=options.dtype, allow_config_keys=options.allow_config_key)
+    """Loads a drafter as the target's, sharded as the target is."""
+    return load_drafter(
+        drafter,
+        target=target,
+        dtype=options.dtype,
+        mesh=options.chosen_mesh,
+        allow_config_keys=options.allow_config_key,
+    )
 
 
 def print_cache_size(description: Description, requests: int, capacity: int, dtype: str) -> None:
     """Says what the KV caches will take. `capacity`: positions of each request, prompt, new tokens and drafts."""
-    parts = {"target": cache_bytes(description.config, requests, capacity, dtype)}
+    parts = {"target": cache_bytes(description.target.config, requests, capacity, dtype)}
     if description.drafter_config is not None:
         parts["drafter"] = cache_bytes(description.drafter_config, requests, capacity, dtype)
     sizes = " + ".join(f"{size / 2**20:,.1f} MiB ({name})" for name, size in parts.items())

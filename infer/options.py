@@ -1,11 +1,19 @@
 """Options that several commands share."""
 
+import contextlib
 import dataclasses
-from collections.abc import Collection
-from typing import Literal
+import functools
+import math
+import re
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh
 
 from dspark_jax import SamplingParams, TreeKind, TreeSpec, sampling_params
 from dspark_jax.io import InputError
+from dspark_jax.sharding import MESH_AXES, make_mesh
 
 DEFAULT_BUDGET = 32
 # The options of a tree beside its budget, and which kinds have them.
@@ -26,8 +34,39 @@ class ModelOptions:
     """Folder or hub id of the drafter (DeepSpec layout)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and caches; on CPU float32 is the faster."""
+    mesh: str | None = None
+    """Devices to spread over, as data=4,model=2: requests over data, weights and vocabulary over model. An axis that is
+    not named is 1; the product is the number of devices. By default one device is used."""
     allow_config_key: tuple[str, ...] = ()
     """Unknown keys of the models' config.json that may be ignored."""
+
+    @property
+    def chosen_mesh(self) -> Mesh | None:
+        """The mesh that --mesh describes. Raises an InputError for one that this machine has not."""
+        if self.mesh is None:
+            return None
+        sizes: dict[str, int] = {}
+        for part in self.mesh.split(","):
+            axis, _, size = part.partition("=")
+            if axis not in MESH_AXES or axis in sizes or not re.fullmatch("[1-9][0-9]{0,8}", size):
+                raise InputError(f"--mesh {self.mesh}: {part!r} is no axis and its size; write it as data=4,model=2")
+            sizes[axis] = int(size)
+        asked, there = math.prod(sizes.values()), jax.device_count()
+        if asked != there:
+            raise InputError(f"--mesh {self.mesh}: is about {asked} devices, but this machine has {there}")
+        return make_mesh(*(sizes.get(axis, 1) for axis in MESH_AXES))
+
+
+def under_mesh(command: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The command of some `ModelOptions`, run under the mesh that they describe."""
+
+    @functools.wraps(command)
+    def run(options: ModelOptions) -> None:
+        mesh = options.chosen_mesh
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            command(options)
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,17 +134,20 @@ class SamplingOptions(TreeOptions):
 
     def check(self) -> None:
         """Raises an InputError that names an option whose value is out of range."""
-        if self.top_k >= 2**31:
-            raise InputError(f"--top-k {self.top_k} must be under {2**31} (0 switches it off)")
         self.sampling(1)
         if self.max_new_tokens < 1:
             raise InputError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"--seed {self.seed} must be in 0..{2**32 - 1}")
 
+    @property
+    def sampling_law(self) -> dict[str, float]:
+        """How tokens are drawn, by the names that requests and `sampling_params` have for it."""
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
     def sampling(self, requests: int) -> SamplingParams:
         try:
-            return sampling_params(requests, self.temperature, self.top_k, self.top_p, self.min_p)
+            return sampling_params(requests, **self.sampling_law)
         except ValueError as error:
             raise InputError(f"--{str(error).replace('_', '-')}") from error
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -25,11 +26,12 @@ from dspark_jax.io.outputs import check_report
 from dspark_jax.io.report import environment, save_figure, shown, table
 from dspark_jax.io.step_table import StepTableLaw, save_step_table
 from dspark_jax.serving import EngineConfig
+from dspark_jax.sharding import mesh_of
 from dspark_jax.targets.decoder import TargetParams, head_weight
 from infer.batching import bucket
 from infer.decoding import decode_config
 from infer.models import Description, describe, load_described, load_named
-from infer.options import TreeOptions
+from infer.options import TreeOptions, under_mesh
 from infer.step_table import measure, plot_steps, rates_table, warn_if_flat
 
 _WIDTHS = (1, 2, 4, 8)
@@ -89,10 +91,11 @@ class ProfileOptions(TreeOptions):
         return self.table or self.output.with_name(f"{self.output.stem}_steps.json")
 
 
+@under_mesh
 def profile(options: ProfileOptions) -> None:
     options.check()
     description = describe(options, options.drafter)
-    longest = description.config.max_position_embeddings
+    longest = description.target.config.max_position_embeddings
     if options.context + options.steps >= longest:
         raise InputError(
             f"--context {options.context} and --steps {options.steps} are more than the target's {longest} positions"
@@ -100,7 +103,7 @@ def profile(options: ProfileOptions) -> None:
     engine = None if options.slots is None else _engine_config(options, description, options.slots)
     target = load_described(options, description)
     drafter = None if options.drafter is None else load_named(options, options.drafter, target)
-    timers: dict[str, Timer] = {"read": _bandwidth_timer()}
+    timers: dict[str, Timer] = {"read": _bandwidth_timer(options.chosen_mesh)}
     for width in _WIDTHS:
         timers[f"verify {width}"] = _decoding_timer(options, target, None, width)
     if drafter is not None:
@@ -125,7 +128,7 @@ def profile(options: ProfileOptions) -> None:
 def _engine_config(options: ProfileOptions, description: Description, slots: int) -> EngineConfig:
     """An engine whose slots hold the context, the timed steps' tokens and one verification."""
     decode = decode_config(
-        description.config, description.drafter_config, options.steps, Verifier.COUPLED, options.chosen_tree
+        description.target.config, description.drafter_config, options.steps, Verifier.COUPLED, options.chosen_tree
     )
     return EngineConfig(decode=decode, slots=slots, capacity=options.context + options.steps + decode.width)
 
@@ -144,13 +147,16 @@ def _profile_engine(options: ProfileOptions, target: Target, drafter: Drafter | 
     print(f"wrote {options.table_path} and {plot}", file=sys.stderr)
 
 
-def _bandwidth_timer() -> Timer:
+def _bandwidth_timer(mesh: Mesh | None) -> Timer:
     """Seconds to read `_BANDWIDTH_BYTES`, by row sums or by products with a vector, whichever is faster.
 
+    With a mesh they lie on it as weights do, divided over "model".
     The mean of a few tries, as a decoding loop's time is one: the best try would see less of a busy machine's noise.
     """
     shape = (4096, _BANDWIDTH_BYTES // 4 // 4096)
     matrix, vector = jnp.ones(shape, jnp.float32), jnp.ones((shape[1], 1), jnp.float32)
+    if mesh is not None:
+        matrix = jax.device_put(matrix, NamedSharding(mesh, PartitionSpec("model")))
     sums = jax.jit(lambda x: jnp.sum(x, axis=1))
     products = jax.jit(jnp.matmul)
 
@@ -312,6 +318,7 @@ def _report(
         "dtype": options.dtype,
         "context": options.context,
         "repeats": options.repeats,
+        "mesh": mesh_of(target.params.embed_tokens.weight),
         **environment(),
         "bandwidth_gb_per_second": _median(_BANDWIDTH_BYTES / turns["read"] / 1e9),
         "weight_bytes_per_token": weights,

@@ -1,5 +1,7 @@
 """One device and eight give the same tokens, under each way a caller may hand over a mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,37 @@ def test_an_explicit_mesh_is_bridged():
         )
     np.testing.assert_array_equal(out.tokens, expected.tokens)
     np.testing.assert_array_equal(inside, expected.tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        (AxisType.Explicit, None),
+        pytest.param(AxisType.Explicit, TreeSpec(k=2, budget=5), marks=pytest.mark.slow),
+        pytest.param(AxisType.Auto, TreeSpec(k=2, budget=5), marks=pytest.mark.slow),
+    ],
+    ids=["explicit, chain", "explicit, tree", "auto, tree"],
+)
+def test_chunks_under_a_mesh(kind, tree):
+    """Chunk by chunk the same tokens as without a mesh, with weights over "model", where a request is stopped too."""
+    target, drafter, (tokens, lengths, keys, decode) = setup(tree)
+    chunks = functools.partial(dspark_jax.generate_chunks, config=decode, rounds_per_chunk=2)
+
+    def stop(request, new):
+        return 4 if request == 1 and len(new) >= 4 else None
+
+    expected = list(chunks(target, drafter, tokens, lengths, keys, sampling=sampling_params(4, 1.0), stop=stop))
+    assert len(expected) > 1 and expected[-1].lengths.tolist() == [10, 4, 10, 10]
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        target = jax.device_put(target, shardings(declare_target(decode.target), mesh, decode.target.head_dim))
+        drafter = jax.device_put(drafter, shardings(declare_drafter(decode.drafter), mesh, decode.drafter.head_dim))
+        tokens = jax.device_put(tokens, PartitionSpec("data"))
+        found = list(chunks(target, drafter, tokens, lengths, keys, sampling=sampling_params(4, 1.0), stop=stop))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.done, other.done)
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,32 @@
 """`python -m train COMMAND`."""
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
-
-from dspark_jax.io import command_line
-from dspark_jax.io.command_line import Command
-from train import byte_model, calibrate, export, fit, regenerate, stdlib_prompts
-from train.fit_config import FitConfig
-
-COMMANDS = {
-    "regenerate": Command(regenerate.RegenerateConfig, regenerate.main),
-    "fit": Command(FitConfig, fit.main),
-    "calibrate": Command(calibrate.CalibrateConfig, calibrate.main),
-    "export": Command(export.ExportConfig, export.main),
-    "byte-model": Command(byte_model.ByteModelConfig, byte_model.main),
-    "stdlib-prompts": Command(stdlib_prompts.StdlibPromptsConfig, stdlib_prompts.main),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
-    return command_line.main("train", COMMANDS, arguments)
+    # Not above: Ctrl-C must find its handler below before these seconds of imports.
+    from dspark_jax.io import command_line
+    from dspark_jax.io.command_line import Command
+    from train import byte_model, calibrate, export, fit, regenerate, stdlib_prompts
+    from train.fit_config import FitConfig
+
+    commands = {
+        "regenerate": Command(regenerate.RegenerateConfig, regenerate.main),
+        "fit": Command(FitConfig, fit.main),
+        "calibrate": Command(calibrate.CalibrateConfig, calibrate.main),
+        "export": Command(export.ExportConfig, export.main),
+        "byte-model": Command(byte_model.ByteModelConfig, byte_model.main),
+        "stdlib-prompts": Command(stdlib_prompts.StdlibPromptsConfig, stdlib_prompts.main),
+    }
+    return command_line.main("train", commands, arguments)
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Around the command, which handles it itself: an exception may get lost, or a traceback out, in imports.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     sys.exit(main())

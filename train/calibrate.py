@@ -13,18 +13,16 @@ from dspark_jax.io import (
     CalibrationLaw,
     Drafter,
     InputError,
-    PromptEncoder,
     Target,
+    TargetDescription,
+    describe_drafter,
+    describe_target,
     load_drafter,
-    load_target,
-    read_json,
     read_prompts,
     write_json,
 )
-from dspark_jax.io.drafter_config import drafter_config_from_fields
 from dspark_jax.io.outputs import check_report
 from dspark_jax.io.report import environment
-from dspark_jax.io.target import resolve_folder
 from train.calibration_figures import Figures
 from train.recorded import Edges, Recorder, Rounds
 
@@ -85,8 +83,6 @@ class CalibrateConfig:
             raise InputError(f"--seed {self.seed}: must be in 0..{2**32 - 1}")
         if not self.prompts:
             raise InputError("--prompts: name at least one file")
-        if self.top_k >= 2**31:
-            raise InputError(f"--top-k {self.top_k}: must be under {2**31}")
         try:
             sampling_params(1, **self.sampling)
         except ValueError as error:
@@ -122,14 +118,14 @@ class CalibrateConfig:
 
 def main(config: CalibrateConfig) -> None:
     """Runs the command."""
-    _check_confidence_head(config)
-    target = load_target(config.target, dtype=config.dtype, allow_config_keys=config.allow_config_key)
-    room = target.config.max_position_embeddings - 1
-    encoder = PromptEncoder(target.tokenizer, target.config.vocab_size, room, config.enable_thinking)
+    description = describe_target(config.target, allow_config_keys=config.allow_config_key)
+    _check_drafter(config, description)
+    encoder = description.prompt_encoder(config.enable_thinking)
     files = {path: read_prompts(path, encoder) for path in config.prompts}
     for path, prompts in files.items():
         if len(prompts) < 2:
             raise InputError(f"{path}: has one prompt; give at least two, since half of them are for the report")
+    target = description.load(dtype=config.dtype)
     drafter = load_drafter(config.drafter, target=target, dtype=config.dtype, allow_config_keys=config.allow_config_key)
     chains = _recorder(config, target, drafter, None)
     tree = config.tree_spec()
@@ -161,15 +157,13 @@ def main(config: CalibrateConfig) -> None:
     print(f"wrote {config.output}, {plot}", file=sys.stderr)
 
 
-def _check_confidence_head(config: CalibrateConfig) -> None:
-    """Refuses a drafter without one before anything is loaded."""
-    path = resolve_folder(config.drafter) / "config.json"
-    try:
-        fields = drafter_config_from_fields(read_json(path), config.allow_config_key)
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from error
-    if not fields.enable_confidence_head:
-        raise InputError(f"{path}: the drafter has no confidence head; there is nothing to calibrate")
+def _check_drafter(config: CalibrateConfig, target: TargetDescription) -> None:
+    """Refuses one of another target, or without a confidence head, before any weights are loaded."""
+    drafter = describe_drafter(config.drafter, target=target.config, allow_config_keys=config.allow_config_key)
+    if not drafter.enable_confidence_head:
+        raise InputError(
+            f"--drafter {config.drafter}: the drafter has no confidence head; there is nothing to calibrate"
+        )
 
 
 def _recorder(config: CalibrateConfig, target: Target, drafter: Drafter, tree: TreeSpec | None) -> Recorder:

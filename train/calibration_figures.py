@@ -17,6 +17,7 @@ from dspark_jax.scheduling.calibration import (
     edge_survival,
     expected_calibration_error,
     fit_edge_map,
+    fit_platt,
     fit_temperatures,
     prefix_accepted,
     prefix_survival,
@@ -26,13 +27,16 @@ from dspark_jax.scheduling.calibration import (
 from train.recorded import Edges, Records, Rounds
 
 POOLED = "pooled"
+BEFORE, AFTER, PLATT = "before", "temperatures", "Platt scaling"
+_ERRORS = {BEFORE: "ece_before", AFTER: "ece_after", PLATT: "ece_platt"}
 # Diagrams side by side.
 _COLUMNS = 4
 _MEANING = (
-    "ece_before and ece_after of a position: of its prefix survival, the product of the confidences up to it, against "
-    "the acceptance of all drafts up to it, over all rounds; at the top their means over the positions. roc_auc: of a "
-    "position's own confidence against its acceptance, over the rounds in which all earlier drafts were accepted; no "
-    "temperature changes it. Fitted on every other prompt of each file, from the first on; measured on the others."
+    "ece_before, ece_after (by the temperatures) and ece_platt of a position: of its prefix survival, the product of "
+    "the confidences up to it, against the acceptance of all drafts up to it, over all rounds; at the top their means "
+    "over the positions. roc_auc: of a position's own confidence against its acceptance, over the rounds in which all "
+    "earlier drafts were accepted; no calibration changes it. Fitted on every other prompt of each file, from the "
+    "first on; measured on the others."
 )
 
 Kind = TypeVar("Kind", bound=Records)
@@ -46,6 +50,7 @@ class Figures:
         """By prompt file; `edges` are those of trees of this shape, empty where there is none."""
         fitting = Rounds.concatenate(list(rounds.values())).for_fitting
         self.temperatures = fit_temperatures(fitting.logits, fitting.accepted)
+        self.slopes, self.offsets = fit_platt(fitting.logits, fitting.accepted)
         self.fitted_rounds = len(fitting)
         self._rounds = _for_report(rounds, Rounds)
         self.edge_map, self._edges = None, {}
@@ -61,10 +66,12 @@ class Figures:
         pooled = files.pop(POOLED)
         fields = {
             "temperatures": self.temperatures.tolist(),
+            "platt": {"slopes": self.slopes.tolist(), "offsets": self.offsets.tolist()},
             "dataset": ", ".join(files),
             "num_samples": self.fitted_rounds,
             "ece_before": float(np.mean(pooled["ece_before"])),
             "ece_after": float(np.mean(pooled["ece_after"])),
+            "ece_platt": float(np.mean(pooled["ece_platt"])),
             "meaning": _MEANING,
             "positions": pooled,
             "files": files,
@@ -78,18 +85,18 @@ class Figures:
 
     def _positions(self, rounds: Rounds) -> dict[str, Any]:
         accepted = prefix_accepted(rounds.accepted, rounds.logits.shape[1])
-        before, after = self._survival(rounds)
+        survival = self._survival(rounds)
         return {
             "num_rounds": len(rounds),
-            "ece_before": _errors(before, accepted),
-            "ece_after": _errors(after, accepted),
+            **{_ERRORS[name]: _errors(values, accepted) for name, values in survival.items()},
             "roc_auc": [number(_conditional_auc(rounds, k)) for k in range(len(accepted.T))],
         }
 
-    def _survival(self, rounds: Rounds) -> tuple[Float[np.ndarray, "n gamma"], Float[np.ndarray, "n gamma"]]:
-        """Prefix survival before and after."""
-        untouched = np.ones_like(self.temperatures)
-        return prefix_survival(rounds.logits, untouched), prefix_survival(rounds.logits, self.temperatures)
+    def _survival(self, rounds: Rounds) -> dict[str, Float[np.ndarray, "n gamma"]]:
+        """Prefix survival by each calibration."""
+        ones, zeros = np.ones_like(self.slopes), np.zeros_like(self.slopes)
+        maps = {BEFORE: (ones, zeros), AFTER: (1 / self.temperatures, zeros), PLATT: (self.slopes, self.offsets)}
+        return {name: prefix_survival(rounds.logits, *values) for name, values in maps.items()}
 
     def _edge_predictions(self, edges: Edges) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
         """q itself, and its survival by the map."""
@@ -110,9 +117,11 @@ class Figures:
         fields, positions = self.fields(), range(len(self.temperatures))
         several = len(fields["files"]) > 1
         groups = {POOLED: fields["positions"], **(fields["files"] if several else {})}
-        text = table([["position", *positions], ["temperature", *(shown(t, 3) for t in self.temperatures)]]) + "\n"
+        fitted = {"temperature": self.temperatures, "Platt: slope": self.slopes, "Platt: offset": self.offsets}
+        rows = [[name, *(shown(value, 3) for value in values)] for name, values in fitted.items()]
+        text = table([["position", *positions], *rows]) + "\n"
         for title, digits, keys in (
-            ("ECE of the prefix survival to position", 4, {"before": "ece_before", "after": "ece_after"}),
+            ("ECE of the prefix survival to position", 4, _ERRORS),
             ("ROC-AUC of the confidence of position", 3, {"": "roc_auc"}),
         ):
             rows: list[list[Any]] = [[title, "rounds", *positions]]
@@ -136,20 +145,24 @@ class Figures:
         """Reliability diagrams of each position, and of edges, all files pooled."""
         rounds = self._rounds[POOLED]
         accepted = prefix_accepted(rounds.accepted, rounds.logits.shape[1])
-        before, after = self._survival(rounds)
-        panels = {f"drafts 0 to {k}": (before[:, k], after[:, k], accepted[:, k]) for k in range(len(accepted.T))}
+        survival = self._survival(rounds)
+        panels = {
+            f"drafts 0 to {k}": ({name: values[:, k] for name, values in survival.items()}, accepted[:, k])
+            for k in range(len(accepted.T))
+        }
         if self.edge_map is not None:
             edges = self._edges[POOLED]
-            panels["edges of trees"] = (*self._edge_predictions(edges), edges.accepted)
+            before, after = self._edge_predictions(edges)
+            panels["edges of trees"] = ({BEFORE: before, "after": after}, edges.accepted)
         rows, columns = -(-len(panels) // _COLUMNS), min(len(panels), _COLUMNS)
         figure = Figure(figsize=(3 * columns, 3 * rows + 0.6), layout="constrained")
         figure.suptitle(title)
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
-        for axes, (name, (predicted, calibrated, outcomes)) in zip(grid, panels.items(), strict=False):
+        for axes, (name, (predictions, outcomes)) in zip(grid, panels.items(), strict=False):
             axes.set_title(name, fontsize="medium")
             axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--")
-            _draw(axes, "before", (predicted, outcomes))
-            _draw(axes, "after", (calibrated, outcomes))
+            for when, predicted in predictions.items():
+                _draw(axes, when, (predicted, outcomes))
             axes.set(xlim=(0, 1), ylim=(0, 1))
             axes.legend(fontsize="small")
         for axes in grid[len(panels) :]:

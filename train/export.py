@@ -6,7 +6,7 @@ from typing import Literal
 
 from dspark_jax.config import DraftModelConfig
 from dspark_jax.drafters.kinds import DrafterParams
-from dspark_jax.io import InputError, Target, load_target, read_json, save_drafter
+from dspark_jax.io import InputError, Target, describe_target, read_json, save_drafter
 from dspark_jax.io.drafter_config import drafter_config_from_fields
 from dspark_jax.parameters import abstract
 from dspark_jax.training.step import declare_trainable, with_frozen
@@ -68,13 +68,12 @@ def main(config: ExportConfig) -> None:
         raise InputError(f"{config.run / CHECKPOINTS}: no checkpoint yet; run `fit` until it has written one")
     notes = checkpoints.notes(last)
     step = notes["best"]["step"] if config.which == "best" and notes["best"] else last
-    target = load_target(
-        config.target or notes["target"], dtype=notes["dtype"], allow_config_keys=config.allow_config_key
-    )
-    if target.fingerprint != notes["settings"]["target"]:
+    description = describe_target(config.target or notes["target"], allow_config_keys=config.allow_config_key)
+    if description.fingerprint != notes["settings"]["target"]:
         raise InputError(
             f"--target {config.target or notes['target']}: not the target that the drafter was trained for"
         )
     drafter = drafter_config_from_fields(notes["drafter"])
+    target = description.load(dtype=notes["dtype"])
     export(checkpoints, step, drafter, target, config.output, config.dtype, config.layout == "deepspec")
     print(f"{config.output}: the drafter after step {step}")

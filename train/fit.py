@@ -2,7 +2,7 @@
 
 import jax
 
-from dspark_jax.io import Target, load_target
+from dspark_jax.io import TargetDescription, describe_target
 from dspark_jax.io.drafter_config import fields_from_drafter_config
 from dspark_jax.training.step import TrainConfig, init_train_state
 from train.checkpoints import Checkpoints
@@ -18,7 +18,7 @@ DRAFTER = "drafter"
 
 def main(config: FitConfig) -> None:
     """Runs the command."""
-    target = load_target(config.target, dtype=config.dtype, allow_config_keys=config.allow_config_key)
+    target = describe_target(config.target, allow_config_keys=config.allow_config_key)
     checkpoints = Checkpoints(config.output / CHECKPOINTS)
     now = settings(config, target)
     if (last := checkpoints.last()) is not None:
@@ -29,8 +29,9 @@ def main(config: FitConfig) -> None:
         checkpoints.close()
 
 
-def _train(config: FitConfig, target: Target, checkpoints: Checkpoints, now: dict) -> None:
-    documents, chosen, held_out_documents, held_out = _documents(config, target)
+def _train(config: FitConfig, description: TargetDescription, checkpoints: Checkpoints, now: dict) -> None:
+    documents, chosen, held_out_documents, held_out = _documents(config, description)
+    target = description.load(dtype=config.dtype)
     initial_key, run_key = jax.random.split(jax.random.key(config.seed))
     drafter, params = initial_drafter(config, target, documents, initial_key)
     length = row_length(documents, config.max_length)
@@ -65,7 +66,7 @@ def _train(config: FitConfig, target: Target, checkpoints: Checkpoints, now: dic
     print(f"{config.output / DRAFTER}: the drafter after step {best}")
 
 
-def _documents(config: FitConfig, target: Target):
+def _documents(config: FitConfig, target: TargetDescription):
     """Documents and chosen indices, for training and held out."""
     encoding = Encoding(
         tokenizer=target.tokenizer,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dspark_jax.config import MarkovHeadType
-from dspark_jax.io import InputError, Target
+from dspark_jax.io import InputError, TargetDescription
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.optimizer import OptimizerConfig
 from train.data import file_digest
@@ -141,7 +141,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def settings(config: FitConfig, target: Target) -> dict[str, Any]:
+def settings(config: FitConfig, target: TargetDescription) -> dict[str, Any]:
     """Everything that a resumed run must have in common with the run that it continues, as JSON values."""
     values: dict[str, Any] = {
         "target": target.fingerprint,

@@ -17,10 +17,11 @@ from dspark_jax.io import (
     InputError,
     JsonlWriter,
     Prompt,
-    PromptEncoder,
     Target,
+    TargetDescription,
+    describe_drafter,
+    describe_target,
     load_drafter,
-    load_target,
     read_json,
     read_prompts,
     write_json,
@@ -78,16 +79,15 @@ class RegenerateConfig:
 
 def main(config: RegenerateConfig) -> None:
     """Runs the command."""
-    target = load_target(config.target, dtype=config.dtype, allow_config_keys=config.allow_config_key)
-    room = target.config.max_position_embeddings - 1
-    encoder = PromptEncoder(target.tokenizer, target.config.vocab_size, room, config.enable_thinking)
-    prompts = read_prompts(config.prompts, encoder)
-    drafter = None
+    keys = config.allow_config_key
+    description = describe_target(config.target, allow_config_keys=keys)
     if config.drafter is not None:
-        drafter = load_drafter(
-            config.drafter, target=target, dtype=config.dtype, allow_config_keys=config.allow_config_key
-        )
-    kept = _resume(config, _settings(config, target), prompts)
+        describe_drafter(config.drafter, target=description.config, allow_config_keys=keys)
+    prompts = read_prompts(config.prompts, description.prompt_encoder(config.enable_thinking))
+    kept = _resume(config, _settings(config, description), prompts)
+    target, drafter = description.load(dtype=config.dtype), None
+    if config.drafter is not None:
+        drafter = load_drafter(config.drafter, target=target, dtype=config.dtype, allow_config_keys=keys)
     batches = range(kept, len(prompts), config.batch_size)
     sampler = _Sampler(config, target, drafter, len(prompts))
     with (
@@ -103,7 +103,7 @@ def main(config: RegenerateConfig) -> None:
     print(f"{config.output}: responses to {len(prompts)} prompts ({sampler.tokens:,} new tokens, {kept} prompts kept)")
 
 
-def _settings(config: RegenerateConfig, target: Target) -> dict[str, Any]:
+def _settings(config: RegenerateConfig, target: TargetDescription) -> dict[str, Any]:
     """All that the output depends on. A drafter changes it at near-ties only, but then it does."""
     return {
         "target": target.fingerprint,

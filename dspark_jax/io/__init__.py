@@ -1,7 +1,7 @@
 """Everything that touches a file: models, calibrations, tokenizers, prompts, JSON, and the one-line error."""
 
 from dspark_jax.io.calibration import Calibration, CalibrationLaw, EdgeMap, load_calibration
-from dspark_jax.io.drafter import Drafter, load_drafter, save_drafter
+from dspark_jax.io.drafter import Drafter, describe_drafter, load_drafter, save_drafter
 from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import (
     JsonlWriter,
@@ -17,7 +17,7 @@ from dspark_jax.io.files import (
 )
 from dspark_jax.io.layer_ids import from_engine_layer_ids, to_engine_layer_ids
 from dspark_jax.io.prompts import Prompt, PromptEncoder, check_messages, parse_prompt, read_prompts
-from dspark_jax.io.target import Target, load_target, save_target
+from dspark_jax.io.target import Target, TargetDescription, describe_target, load_target, save_target
 from dspark_jax.io.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 __all__ = [
@@ -30,11 +30,14 @@ __all__ = [
     "Prompt",
     "PromptEncoder",
     "Target",
+    "TargetDescription",
     "Tokenizer",
     "atomic_file",
     "atomic_folder",
     "byte_tokenizer",
     "check_messages",
+    "describe_drafter",
+    "describe_target",
     "from_engine_layer_ids",
     "load_calibration",
     "load_drafter",

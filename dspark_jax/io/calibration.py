@@ -5,6 +5,7 @@ import os
 import textwrap
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -14,6 +15,7 @@ from dspark_jax.io.drafter import Drafter
 from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import read_json
 from dspark_jax.io.target import Target
+from dspark_jax.scheduling.survival import SurvivalMap, uncalibrated
 
 # What float32 holds, and its inverse, with room.
 _LARGEST = 1e30
@@ -68,11 +70,33 @@ class EdgeMap:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Platt:
+    """A chain's confidences by Platt scaling, one slope and one offset a draft."""
+
+    slopes: Float[np.ndarray, "gamma"]
+    offsets: Float[np.ndarray, "gamma"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
-    """Temperatures of a drafter's confidences, one a draft, and the map for trees where one was fitted."""
+    """Temperatures of a drafter's confidences, one a draft; where fitted, Platt scaling, and the map for trees."""
 
     temperatures: Float[np.ndarray, "gamma"]
+    platt: Platt | None
     edge_map: EdgeMap | None
+
+    @property
+    def survival(self) -> SurvivalMap:
+        """What an engine takes: Platt scaling, or else temperatures; a tree's edges as they are without a map."""
+        offsets = np.zeros_like(self.temperatures)
+        confidences = Platt(1 / self.temperatures, offsets) if self.platt is None else self.platt
+        survival = uncalibrated(len(offsets)).replace(
+            slopes=jnp.asarray(confidences.slopes), offsets=jnp.asarray(confidences.offsets)
+        )
+        if self.edge_map is None:
+            return survival
+        alpha, beta = (jnp.asarray(value, jnp.float32) for value in (self.edge_map.alpha, self.edge_map.beta))
+        return survival.replace(alpha=alpha, beta=beta)
 
 
 def load_calibration(
@@ -87,26 +111,51 @@ def load_calibration(
         finite, another law or tree; in one line that names the field and both values.
     """
     fields = read_json(path)
-    temperatures = fields.get("temperatures")
-    if not isinstance(temperatures, list) or not temperatures:
-        raise InputError(f"{path}: temperatures must be a list of numbers, one a draft")
-    for k, value in enumerate(temperatures):
-        if not _is_number(value) or value < 1 / _LARGEST:
-            raise InputError(f"{path}: temperatures[{k}] must be a positive, finite number, not {_brief(value)}")
-    if len(temperatures) != num_drafts:
-        raise InputError(
-            f"{path}: has temperatures of {len(temperatures)} positions, but the drafter drafts {num_drafts}; "
-            "calibrate this drafter"
-        )
+    temperatures = _read_positions(path, fields, "temperatures", num_drafts, least=1 / _LARGEST)
     if law is not None:
         _check_law(path, fields.get("law"), law)
-    edge_map = None
+    platt, edge_map = None, None
+    if fields.get("platt") is not None:
+        if not isinstance(fields["platt"], dict):
+            raise InputError(f"{path}: platt must be an object")
+        slopes = _read_positions(path, fields["platt"], "slopes", num_drafts, within="platt.", least=0)
+        platt = Platt(slopes, _read_positions(path, fields["platt"], "offsets", num_drafts, within="platt."))
     if fields.get("edge_map") is not None:
         edge_map = _read_edge_map(path, fields["edge_map"])
     if tree is not None and (edge_map is None or edge_map.tree != tree):
         found = "no trees" if edge_map is None else f"trees of {_shape(edge_map.tree)}"
         raise InputError(f"{path}: edge_map: was fitted on {found}, not of {_shape(tree)}; calibrate with this tree")
-    return Calibration(np.asarray(temperatures, np.float32), edge_map)
+    return Calibration(temperatures, platt, edge_map)
+
+
+def _read_positions(
+    path: str | os.PathLike,
+    fields: dict[str, Any],
+    name: str,
+    num_drafts: int,
+    within: str = "",
+    least: float = -_LARGEST,
+) -> Float[np.ndarray, "gamma"]:
+    """A list of one finite number a draft, each at least `least`."""
+    values, label = fields.get(name), f"{within}{name}"
+    if not isinstance(values, list) or not values:
+        raise InputError(f"{path}: {label} must be a list of numbers, one a draft")
+    kind = (
+        "a finite number"
+        if least < 0
+        else "a finite number of at least 0"
+        if least == 0
+        else "a positive, finite number"
+    )
+    for k, value in enumerate(values):
+        if not _is_number(value) or value < least:
+            raise InputError(f"{path}: {label}[{k}] must be {kind}, not {_brief(value)}")
+    if len(values) != num_drafts:
+        raise InputError(
+            f"{path}: has {label} of {len(values)} positions, but the drafter drafts {num_drafts}; "
+            "calibrate this drafter"
+        )
+    return np.asarray(values, np.float32)
 
 
 def _is_number(value: Any) -> bool:

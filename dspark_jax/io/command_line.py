@@ -1,6 +1,7 @@
 """Command lines: subcommands whose options are dataclasses, YAML files beside them, and errors as exit codes.
 
-A run ends with 0, with 1 if it failed, or with 2 for bad input, which is told in one line on standard error.
+A run ends with 0, with 1 if it failed, with 2 for bad input, which is told in one line on standard error, or with 130
+if Ctrl-C interrupted it.
 """
 
 import contextlib
@@ -9,10 +10,12 @@ import enum
 import inspect
 import io
 import os
+import signal
 import sys
+import threading
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,8 +45,9 @@ def main(program: str, commands: Mapping[str, Command], arguments: Sequence[str]
         return _usage(program, commands, arguments)
     command = commands[arguments[0]]
     try:
-        options = parse(command.options, arguments[1:], f"{program} {arguments[0]}")
-        command.run(options)
+        with _interruptible():
+            options = parse(command.options, arguments[1:], f"{program} {arguments[0]}")
+            command.run(options)
     except SystemExit as exit_:  # tyro's, after --help, or a command's own
         return exit_.code if isinstance(exit_.code, int) else 1
     except BrokenPipeError:
@@ -56,12 +60,26 @@ def main(program: str, commands: Mapping[str, Command], arguments: Sequence[str]
         named = "" if error.filename is None else f"{error.filename}: "
         return _fail(program, f"{named}{error.strerror or error}", 2)
     except KeyboardInterrupt as error:
-        return _fail(program, f"interrupted{f'; {error}' if str(error) else ''}", 1)
+        return _fail(program, f"interrupted{f'; {error}' if str(error) else ''}", 130)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _fail(program, f"the device is out of memory ({str(error).splitlines()[0]}); use a smaller batch", 1)
     return 0
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Within it Ctrl-C raises a KeyboardInterrupt, whatever the process does at one before and after."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _fail(program: str, message: str, code: int) -> int:

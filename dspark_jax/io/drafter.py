@@ -43,6 +43,24 @@ class Drafter:
     fingerprint: str
 
 
+def describe_drafter(
+    source: str | os.PathLike, *, target: TargetConfig | None = None, allow_config_keys: Sequence[str] = ()
+) -> DraftModelConfig:
+    """Reads the config of a drafter, and with a `target` checks it against it, without the weights.
+
+    Raises:
+      InputError: an unknown layout or config key, or a drafter of another target; in one line that names it.
+    """
+    path = resolve_folder(source) / "config.json"
+    try:
+        config = drafter_config_from_fields(read_json(path), allow_config_keys, target)
+        if target is not None:
+            check_against_target(config, target)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error
+    return config
+
+
 def load_drafter(
     source: str | os.PathLike,
     *,
@@ -58,18 +76,13 @@ def load_drafter(
     Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`.
 
     Raises:
-      InputError: an unknown layout, a drafter of another target, a missing, extra or misshapen
-        tensor, an unknown config key; in one line that names it.
+      InputError: an unknown layout, a drafter of another target, a missing, extra or misshapen tensor, one that is not
+        finite in `dtype`, an unknown config key; in one line that names it.
     """
+    config = describe_drafter(
+        source, target=None if target is None else target.config, allow_config_keys=allow_config_keys
+    )
     folder = resolve_folder(source)
-    path = folder / "config.json"
-    try:
-        known = None if target is None else target.config
-        config = drafter_config_from_fields(read_json(path), allow_config_keys, known)
-        if target is not None:
-            check_against_target(config, target.config)
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from error
     name = folder.resolve().name if Path(source).is_dir() else str(source)
     with SafetensorsSource(folder) as tensors:
         params = _load(tensors, config, target, dtype, mesh)

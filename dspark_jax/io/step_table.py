@@ -16,6 +16,7 @@ from dspark_jax.io.files import read_json, write_json
 from dspark_jax.io.report import environment
 from dspark_jax.io.target import Target
 from dspark_jax.scheduling.throughput import StepTable, validate_table
+from dspark_jax.sharding import mesh_of
 
 _PLAIN = "plain_steps_per_second"
 _REMEDY = "measure again with `python -m infer profile --slots`"
@@ -23,9 +24,13 @@ _REMEDY = "measure again with `python -m infer profile --slots`"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTableLaw:
-    """What steps per second depend on. `buckets`: the engine's capacities of a verification step."""
+    """What steps per second depend on.
+
+    `mesh`: of the weights (`sharding.mesh_of`). `buckets`: the engine's capacities of a verification step.
+    """
 
     device: str
+    mesh: str
     dtype: str
     target_fingerprint: str
     drafter_fingerprint: str | None
@@ -40,6 +45,7 @@ class StepTableLaw:
         """The law of these models on this process's devices."""
         return cls(
             device=environment()["device"],
+            mesh=mesh_of(target.params.embed_tokens.weight),
             dtype=target.params.embed_tokens.weight.dtype.name,
             target_fingerprint=target.fingerprint,
             drafter_fingerprint=None if drafter is None else drafter.fingerprint,

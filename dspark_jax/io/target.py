@@ -1,9 +1,12 @@
 """Target models: from a Hugging Face folder, a hub id or a GGUF file, and to a folder."""
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import atomic_folder, read_json, write_json
 from dspark_jax.io.gguf import GgufFile
+from dspark_jax.io.prompts import PromptEncoder
 from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
 from dspark_jax.io.tensors import TensorSource, check_tensors, load_parameters, stored_names
 from dspark_jax.io.tokenizer import Tokenizer, load_tokenizer
@@ -41,6 +45,71 @@ class Target:
     fingerprint: str
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class TargetDescription:
+    """What can be known of a target while its weights are unread. `files`: its folder, or its GGUF file, opened."""
+
+    config: TargetConfig
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    name: str
+    files: Path | GgufFile
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A short hash of the config and of a few rows of the weights; the same however they are loaded."""
+        digest = hashlib.sha256(repr(dataclasses.replace(self.config, num_valid_tokens=0)).encode())
+        last = self.config.num_hidden_layers - 1
+        few = (slice(0, 4),)
+        with _open(self.files) as source:
+            for name in ("embed_tokens", f"layers.{last}.mlp.down_proj", f"layers.{last}.input_layernorm", "norm"):
+                digest.update(np.asarray(source.read(f"model.{name}.weight", few), np.float32).tobytes())
+        return digest.hexdigest()[:16]
+
+    def prompt_encoder(self, enable_thinking: bool | None, limit: int | None = None) -> PromptEncoder:
+        """For prompts of at most `limit` tokens: by default as many as leave room for a new one in the context."""
+        limit = self.config.max_position_embeddings - 1 if limit is None else limit
+        return PromptEncoder(self.tokenizer, self.config.vocab_size, limit, enable_thinking)
+
+    def load(self, *, dtype: Any = "float32", mesh: Mesh | None = None, stacked_layers: bool = False) -> Target:
+        """Reads the weights: as `load_target`, with its errors."""
+        config = dataclasses.replace(self.config, stacked_layers=stacked_layers)
+        with _open(self.files) as source:
+            params = load_parameters(
+                source, declare_target(config), dtype, rename=hf_name, mesh=mesh, head_dim=config.head_dim
+            )
+        return Target(config, params, self.tokenizer, self.eos_token_ids, self.name, self.fingerprint)
+
+
+def describe_target(source: str | os.PathLike, *, allow_config_keys: Sequence[str] = ()) -> TargetDescription:
+    """Reads and checks all of a target but the values of its weights; see `load_target`.
+
+    Raises:
+      InputError: anything wrong with the files, in one line that names the file and the field or tensor.
+    """
+    if str(source).endswith(".gguf"):
+        files = GgufFile(source)
+        config, tokenizer = files.config(tuple(allow_config_keys)), files.tokenizer()
+        eos_token_ids, name = files.eos_token_ids(), files.path.stem
+    else:
+        files = resolve_folder(source)
+        fields = read_json(files / "config.json")
+        try:
+            config = targets.config_from_hf(fields, allow_config_keys)
+        except ValueError as error:
+            raise InputError(f"{files / 'config.json'}: {error}") from error
+        tokenizer, eos_token_ids = load_tokenizer(files), _eos_token_ids(files, fields)
+        name = files.resolve().name if Path(source).is_dir() else str(source)
+    valid = config.vocab_size if tokenizer is None else min(tokenizer.num_ids, config.vocab_size)
+    config = dataclasses.replace(config, num_valid_tokens=valid)
+    with _open(files) as tensors:
+        ignored = {tensor for tensor in tensors.shapes() if tensor.endswith("rotary_emb.inv_freq")}
+        if config.tie_word_embeddings:
+            ignored.add("lm_head.weight")
+        check_tensors(tensors, declare_target(config), hf_name, ignored)
+    return TargetDescription(config, tokenizer, eos_token_ids, name, files)
+
+
 def load_target(
     source: str | os.PathLike,
     *,
@@ -57,23 +126,15 @@ def load_target(
     vocabulary has rows.
 
     Raises:
-      InputError: anything wrong with the files, in one line that names the file and the field or tensor.
+      InputError: anything wrong with the files, weights that are not finite in `dtype` included, in one line that names
+        the file and the field or tensor.
     """
-    if str(source).endswith(".gguf"):
-        gguf = GgufFile(source)
-        config = gguf.config(tuple(allow_config_keys))
-        tokenizer = gguf.tokenizer()
-        return _load(gguf, config, tokenizer, gguf.eos_token_ids(), gguf.path.stem, dtype, mesh, stacked_layers)
-    folder = resolve_folder(source)
-    fields = read_json(folder / "config.json")
-    try:
-        config = targets.config_from_hf(fields, allow_config_keys)
-    except ValueError as error:
-        raise InputError(f"{folder / 'config.json'}: {error}") from error
-    name = folder.resolve().name if Path(source).is_dir() else str(source)
-    eos = _eos_token_ids(folder, fields)
-    with SafetensorsSource(folder) as tensors:
-        return _load(tensors, config, load_tokenizer(folder), eos, name, dtype, mesh, stacked_layers)
+    description = describe_target(source, allow_config_keys=allow_config_keys)
+    return description.load(dtype=dtype, mesh=mesh, stacked_layers=stacked_layers)
+
+
+def _open(files: Path | GgufFile) -> AbstractContextManager[TensorSource]:
+    return contextlib.nullcontext(files) if isinstance(files, GgufFile) else SafetensorsSource(files)
 
 
 def resolve_folder(source: str | os.PathLike) -> Path:
@@ -115,40 +176,9 @@ def _eos_token_ids(folder: Path, fields: dict[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _load(
-    source: TensorSource,
-    config: TargetConfig,
-    tokenizer: Tokenizer | None,
-    eos_token_ids: tuple[int, ...],
-    name: str,
-    dtype: Any,
-    mesh: Mesh | None,
-    stacked_layers: bool,
-) -> Target:
-    valid = config.vocab_size if tokenizer is None else min(tokenizer.num_ids, config.vocab_size)
-    config = dataclasses.replace(config, num_valid_tokens=valid, stacked_layers=stacked_layers)
-    declaration = declare_target(config)
-    ignored = {tensor for tensor in source.shapes() if tensor.endswith("rotary_emb.inv_freq")}
-    if config.tie_word_embeddings:
-        ignored.add("lm_head.weight")
-    check_tensors(source, declaration, hf_name, ignored)
-    params = load_parameters(source, declaration, dtype, rename=hf_name, mesh=mesh, head_dim=config.head_dim)
-    return Target(config, params, tokenizer, eos_token_ids, name, _fingerprint(source, config))
-
-
 def hf_name(path: str) -> str:
     """The Hugging Face name of a target's tensor, from its dotted path in `TargetParams`."""
     return path if path.startswith("lm_head.") else f"model.{path}"
-
-
-def _fingerprint(source: TensorSource, config: TargetConfig) -> str:
-    """The same whatever the dtype, the mesh and the layers' storage that the target is loaded with."""
-    digest = hashlib.sha256(repr(dataclasses.replace(config, num_valid_tokens=0, stacked_layers=False)).encode())
-    last = config.num_hidden_layers - 1
-    few = (slice(0, 4),)
-    for name in ("embed_tokens", f"layers.{last}.mlp.down_proj", f"layers.{last}.input_layernorm", "norm"):
-        digest.update(np.asarray(source.read(f"model.{name}.weight", few), np.float32).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def save_target(

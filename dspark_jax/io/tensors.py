@@ -62,11 +62,25 @@ def check_tensors(
         raise InputError(f"{source.path}: tensor {extra[0]} is not part of the model that its config describes")
 
 
-def _read_weights(source: TensorSource, name: str, index: Index) -> np.ndarray:
+def _read_weights(source: TensorSource, name: str, index: Index, dtype: Any) -> np.ndarray:
     part = source.read(name, index)
     if not jnp.issubdtype(part.dtype, jnp.floating):
         raise InputError(f"{source.path}: tensor {name} is stored as {part.dtype}; weights must be floating-point")
+    with np.errstate(over="ignore"):
+        part = part.astype(dtype)
+    if not _finite(part):
+        raise InputError(
+            f"{source.path}: tensor {name} has values that are not finite in {dtype}; the checkpoint is damaged, get "
+            "or make it again"
+        )
     return part
+
+
+def _finite(part: np.ndarray) -> bool:
+    if part.dtype == jnp.bfloat16:
+        # By the bits, five times as fast: NaN and infinity have all bits of the exponent.
+        return not part.size or bool(np.max(part.view(np.uint16) & 0x7FFF) < 0x7F80)
+    return bool(np.isfinite(part).all())
 
 
 def load_parameters(
@@ -82,6 +96,9 @@ def load_parameters(
 
     `rename` turns dotted paths into the file's names. With a mesh every array is sharded as its declaration says,
     otherwise arrays lie on the default device.
+
+    Raises:
+      InputError: a tensor that is not floating-point, or not finite in `dtype`.
     """
     structure = jax.tree.structure(declaration, is_leaf=is_parameter)
 
@@ -89,16 +106,22 @@ def load_parameters(
         leaf_dtype = jnp.dtype(parameter.dtype or dtype)
         names = [rename(name) for name in stored_names(path, parameter)]
 
-        def read(index: Index | None) -> np.ndarray:
-            index = index or (slice(None),) * len(parameter.shape)
+        def read(index: Index) -> np.ndarray:
             if parameter.axes[:1] != ("layers",):
-                return _read_weights(source, names[0], index).astype(leaf_dtype)
-            parts = [_read_weights(source, name, index[1:]) for name in names[index[0]]]
-            return np.stack([part.astype(leaf_dtype) for part in parts])
+                return _read_weights(source, names[0], index, leaf_dtype)
+            return np.stack([_read_weights(source, name, index[1:], leaf_dtype) for name in names[index[0]]])
 
         if mesh is None:
-            return jnp.asarray(read(None))
-        sharding = named_sharding(parameter, mesh, head_dim)
-        return jax.make_array_from_callback(parameter.shape, sharding, read)
+            return jnp.asarray(read((slice(None),) * len(parameter.shape)))
+        parts: dict[str, np.ndarray] = {}
+
+        def read_once(index: Index) -> np.ndarray:
+            """Devices that hold the same part share one reading of it."""
+            key = repr(index)
+            if key not in parts:
+                parts[key] = read(index)
+            return parts[key]
+
+        return jax.make_array_from_callback(parameter.shape, named_sharding(parameter, mesh, head_dim), read_once)
 
     return structure.unflatten([load(path, parameter) for path, parameter in named_leaves(declaration).items()])

@@ -1,8 +1,10 @@
 """Confidences that mean what they say: calibration fitted after training, on rounds whose drafts were all verified.
 
 Sequential Temperature Scaling (DSpark): c_k = σ(logit_k / T_k), so that the prefix survival a_k = Π_{i≤k} c_i is the
-share of rounds whose first k drafts are accepted. For trees an edge survives with σ(α·logit(q) + β). Fitting is numpy
-on the host; `calibrated_confidences` and `edge_survival` run inside compiled programs too.
+share of rounds whose first k drafts are accepted. Platt scaling (Platt 1999), c_k = σ(slope_k·logit_k + offset_k), also
+mends confidences that are too high or too low as a whole: the head learns rejection sampling's acceptance at
+temperature 1, and greedy or coupled decoding accepts more, or less. For trees an edge survives with σ(α·logit(q) + β).
+Fitting is numpy on the host; `calibrated_confidences` and `edge_survival` run inside compiled programs too.
 """
 
 import dataclasses
@@ -66,17 +68,18 @@ def roc_auc(scores: Float[ArrayLike, "n"], outcomes: Bool[ArrayLike, "n"]) -> fl
 
 
 def calibrated_confidences(
-    logits: Float[Array, "*rows gamma"], temperatures: Float[ArrayLike, "gamma"]
+    logits: Float[Array, "*rows gamma"], slopes: Float[ArrayLike, "gamma"], offsets: Float[ArrayLike, "gamma"]
 ) -> Float[Array, "*rows gamma"]:
-    """c_k = σ(logit_k / T_k); temperatures of 1 change nothing."""
-    return jax.nn.sigmoid(logits / jnp.broadcast_to(jnp.asarray(temperatures, logits.dtype), logits.shape))
+    """c_k = σ(slope_k·logit_k + offset_k); slopes of 1 and offsets of 0 change nothing, slopes of 1/T_k are STS."""
+    slopes, offsets = (jnp.broadcast_to(jnp.asarray(x, logits.dtype), logits.shape) for x in (slopes, offsets))
+    return jax.nn.sigmoid(slopes * logits + offsets)
 
 
 def prefix_survival(
-    logits: Float[np.ndarray, "n gamma"], temperatures: Float[ArrayLike, "gamma"]
+    logits: Float[np.ndarray, "n gamma"], slopes: Float[ArrayLike, "gamma"], offsets: Float[ArrayLike, "gamma"]
 ) -> Float[np.ndarray, "n gamma"]:
-    """a_k = Π_{i≤k} σ(logit_i / T_i), in float64."""
-    return np.cumprod(_sigmoid(np.asarray(logits, np.float64) / np.asarray(temperatures)), axis=1)
+    """a_k = Π_{i≤k} σ(slope_i·logit_i + offset_i), in float64."""
+    return np.cumprod(_sigmoid(np.asarray(slopes) * np.asarray(logits, np.float64) + np.asarray(offsets)), axis=1)
 
 
 def prefix_accepted(accepted_lengths: Int[ArrayLike, "n"], gamma: int) -> Bool[np.ndarray, "n gamma"]:
@@ -106,6 +109,19 @@ def fit_temperatures(
     return temperatures
 
 
+def fit_platt(
+    logits: Float[ArrayLike, "n gamma"], accepted_lengths: Int[ArrayLike, "n"]
+) -> tuple[Float[np.ndarray, "gamma"], Float[np.ndarray, "gamma"]]:
+    """Slopes, at least 0, and offsets over n rounds, of which `accepted_lengths` drafts were accepted.
+
+    A position's are fitted by logistic regression over the rounds whose earlier drafts were all accepted.
+    """
+    logits, accepted = np.asarray(logits, np.float64), np.asarray(accepted_lengths)
+    fits = [_fit_logistic(logits[accepted >= k, k], accepted[accepted >= k] > k) for k in range(logits.shape[1])]
+    slopes, offsets = np.asarray(fits).T
+    return slopes, offsets
+
+
 def edge_survival(
     log_q: Float[Array, "*edges"], alpha: Float[ArrayLike, ""], beta: Float[ArrayLike, ""]
 ) -> Float[Array, "*edges"]:
@@ -120,13 +136,18 @@ def edge_survival(
 
 
 def fit_edge_map(log_q: Float[ArrayLike, "n"], accepted: Bool[ArrayLike, "n"]) -> tuple[float, float]:
-    """(α, β), α ≥ 0, of `edge_survival` by logistic regression over edges whose ancestors were all accepted.
-
-    One pseudo-observation for the identity, α = 1 and β = 0, keeps the fit finite where edges are few or separable.
-    """
+    """(α, β), α ≥ 0, of `edge_survival` by logistic regression over edges whose ancestors were all accepted."""
     bounded = np.clip(np.asarray(log_q, np.float64), _LEAST_LOG_Q, _LARGEST_LOG_Q)
-    features = np.stack([bounded - np.log(-np.expm1(bounded)), np.ones_like(bounded)], axis=1)
-    outcomes, identity = np.asarray(accepted, np.float64), np.array([1.0, 0.0])
+    return _fit_logistic(bounded - np.log(-np.expm1(bounded)), np.asarray(accepted))
+
+
+def _fit_logistic(logits: Float[np.ndarray, "n"], accepted: Bool[np.ndarray, "n"]) -> tuple[float, float]:
+    """(α, β), α ≥ 0, of the likeliest σ(α·logit + β).
+
+    One pseudo-observation for the identity, α = 1 and β = 0, keeps the fit finite where samples are few or separable.
+    """
+    features = np.stack([logits, np.ones_like(logits)], axis=1)
+    outcomes, identity = accepted.astype(np.float64), np.array([1.0, 0.0])
 
     def loss(weights: np.ndarray) -> float:
         scores = features @ weights

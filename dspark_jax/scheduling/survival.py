@@ -11,16 +11,18 @@ from dspark_jax.scheduling.forest import Forest, chain_forest, tree_forest
 
 @struct.dataclass
 class SurvivalMap:
-    """`temperatures` of a chain's confidences; `alpha`, `beta` of a tree's edges. See `scheduling.calibration`."""
+    """`slopes`, `offsets` of a chain's confidences, `alpha`, `beta` of a tree's edges. See `scheduling.calibration`."""
 
-    temperatures: Float[Array, "gamma"]
+    slopes: Float[Array, "gamma"]
+    offsets: Float[Array, "gamma"]
     alpha: Float[Array, ""]
     beta: Float[Array, ""]
 
 
 def uncalibrated(gamma: int) -> SurvivalMap:
     """Confidences, and probabilities of a tree's edges, as they are."""
-    return SurvivalMap(jnp.ones(gamma, jnp.float32), jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32))
+    one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    return SurvivalMap(jnp.broadcast_to(one, gamma), jnp.broadcast_to(zero, gamma), one, zero)
 
 
 def forest_of(proposal: Proposal, survival: SurvivalMap, active: Bool[Array, "R"]) -> Forest:
@@ -29,7 +31,8 @@ def forest_of(proposal: Proposal, survival: SurvivalMap, active: Bool[Array, "R"
         drafts = proposal.tokens.shape[1] - 1
         prefix = jnp.ones((active.shape[0], drafts), jnp.float32)
         if proposal.confidence_logits is not None:
-            prefix = jnp.cumprod(calibrated_confidences(proposal.confidence_logits, survival.temperatures), axis=1)
+            confidences = calibrated_confidences(proposal.confidence_logits, survival.slopes, survival.offsets)
+            prefix = jnp.cumprod(confidences, axis=1)
         return chain_forest(prefix, active, proposal.valid[:, 1:])
     parent = jnp.maximum(proposal.parents, 0)
     log_q = proposal.scores - jnp.take_along_axis(proposal.scores, parent, axis=1)

@@ -15,8 +15,9 @@ from dspark_jax.decode_state import Requests
 from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.sampling import request_keys, sampling_params
 from dspark_jax.scheduling.policy import PolicyKind
+from dspark_jax.scheduling.stale_capacity import StaleCapacity
 from dspark_jax.scheduling.survival import SurvivalMap, uncalibrated
-from dspark_jax.scheduling.throughput import StepTable, drafting_pays, is_flat, validate_table
+from dspark_jax.scheduling.throughput import StepTable, validate_table
 from dspark_jax.serving.config import EngineConfig
 from dspark_jax.serving.programs import (
     Report,
@@ -28,11 +29,6 @@ from dspark_jax.serving.programs import (
 )
 from dspark_jax.serving.requests import Request, Result, Update
 from dspark_jax.targets.decoder import TargetParams
-
-# Where decoding plainly is faster, so many rounds pass until a drafted one asks again.
-_PLAIN_ROUNDS = 64
-# Of the newest drafted round in the mean survival.
-_LEARNING_RATE = 0.2
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,15 +97,13 @@ class Engine:
         self.config, self.statistics = config, Statistics()
         self._target, self._drafter, self._table, self._mesh = target, drafter, table, mesh
         self._survival = uncalibrated(config.decode.depth) if survival is None else survival
-        self._everything = is_flat(table)
+        self._stale = StaleCapacity(table)
         self._waiting: collections.deque[Request] = collections.deque()
         self._running: dict[int, _Running] = {}
         self._pending: collections.deque[_Pending] = collections.deque()
         self._cancelled: set[Hashable] = set()
+        self._undelivered: collections.deque[Update] = collections.deque()
         self._ended = np.zeros(config.slots, bool)
-        self._best_drafts: int | None = None
-        self._survival_curve: np.ndarray | None = None
-        self._plain_in_a_row = 0
         dtype = target.embed_tokens.weight.dtype
         with self._on_mesh():
             self._state = empty_state(config.decode, self._requests([]), config.capacity, dtype)
@@ -124,12 +118,13 @@ class Engine:
 
     def cancel(self, request_id: Hashable) -> None:
         """Ends a request soon; its result holds what was generated until then. Unknown ids are ignored."""
-        self._cancelled.add(request_id)
+        if request_id in self._unfinished():
+            self._cancelled.add(request_id)
 
     @property
     def busy(self) -> bool:
-        """Whether anything is waiting, running or unread."""
-        return bool(self._waiting or self._running or self._pending)
+        """Whether anything is waiting, running, unread or not yet handed out."""
+        return bool(self._waiting or self._running or self._pending or self._undelivered)
 
     @property
     def free(self) -> int:
@@ -139,7 +134,8 @@ class Engine:
     def step(self) -> list[Update]:
         """Dispatches prefills and one round, then reads what was dispatched before them."""
         with self._on_mesh():
-            updates = self._drop_cancelled()
+            updates = [*self._undelivered, *self._drop_cancelled()]
+            self._undelivered.clear()
             self._prefill()
             active = [running for running in self._running.values() if running.active]
             if active:
@@ -150,7 +146,10 @@ class Engine:
         return updates
 
     def updates(self, requests: Iterable[Request]) -> Iterator[Update]:
-        """Runs requests, taken as slots become free, and yields new tokens as they come."""
+        """Runs requests, taken as slots become free, and yields new tokens as they come.
+
+        What it has not yielded when it is closed early, the next one or the next `step` gives.
+        """
         source, exhausted = iter(requests), False
         while not exhausted or self.busy:
             while not exhausted and self.free:
@@ -159,7 +158,9 @@ class Engine:
                 refused = None if request is None else self.submit(request)
                 if refused is not None:
                     yield refused
-            yield from self.step()
+            self._undelivered.extend(self.step())
+            while self._undelivered:
+                yield self._undelivered.popleft()
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Result]:
         """Runs requests, taken as slots become free, and yields results as they finish."""
@@ -170,22 +171,26 @@ class Engine:
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
+    def _unfinished(self) -> set[Hashable]:
+        """Ids of requests whose result was not handed out."""
+        running = {running.request.id for running in self._running.values()}
+        return running | {request.id for request in self._waiting} | {update.id for update in self._undelivered}
+
     def _refusal(self, request: Request) -> str | None:
         ids, decode = request.input_ids, self.config.decode
-        taken = {running.request.id for running in self._running.values()} | {other.id for other in self._waiting}
-        if request.id in taken:
+        if request.id in self._unfinished():
             return f"id {request.id!r} belongs to an unfinished request"
         if not len(ids):
             return "input_ids is empty"
         vocabulary = decode.target.vocab_size
-        wrong = [token for token in ids if type(token) is bool or not 0 <= token < vocabulary]
+        wrong = [token for token in ids if not (_is_integer(token) and 0 <= token < vocabulary)]
         if wrong:
             return f"input_ids has {wrong[0]!r}, outside the vocabulary of {vocabulary}"
         room = min(self.config.capacity - decode.width, decode.target.max_position_embeddings) - len(ids)
         if room < 1:
             return f"input_ids has {len(ids)} tokens, but a slot has room for {room + len(ids) - 1} and a new one"
-        if request.max_tokens is not None and request.max_tokens < 1:
-            return f"max_tokens {request.max_tokens} must be at least 1"
+        if request.max_tokens is not None and not (_is_integer(request.max_tokens) and request.max_tokens >= 1):
+            return f"max_tokens {request.max_tokens} must be an integer of at least 1"
         try:
             sampling_params(1, request.temperature, request.top_k, request.top_p, request.min_p)
         except ValueError as error:
@@ -300,29 +305,16 @@ class Engine:
         policy = self.config.policy
         if self._drafter is None or (policy.kind is PolicyKind.FIXED and policy.length == 0):
             return True
-        if policy.kind is not PolicyKind.STALE_CAPACITY or self._survival_curve is None:
-            return False
-        if drafting_pays(self._table, self._survival_curve, active) or self._plain_in_a_row >= _PLAIN_ROUNDS:
-            self._plain_in_a_row = 0
-            return False
-        self._plain_in_a_row += 1
-        return True
-
-    def _learn(self, report: Report) -> None:
-        """What a drafted round says about rounds to come. It is two rounds old, or more, when one heeds it."""
-        self._best_drafts = int(report.best_drafts)
-        before = report.survival if self._survival_curve is None else self._survival_curve
-        self._survival_curve = before + _LEARNING_RATE * (report.survival - before)
+        return policy.kind is PolicyKind.STALE_CAPACITY and self._stale.plainly(active)
 
     def _wanted(self, active: int) -> int:
         """Tokens of the next verification as far as they are known before it is drafted."""
         decode, policy = self.config.decode, self.config.policy
-        most = active * decode.width
         if policy.kind is PolicyKind.FIXED and decode.tree is None:
             return active * (1 + min(policy.length or 0, decode.depth))
-        if policy.kind is PolicyKind.STALE_CAPACITY and not self._everything and self._best_drafts is not None:
-            return min(active + self._best_drafts, most)
-        return most
+        if policy.kind is PolicyKind.STALE_CAPACITY:
+            return self._stale.wanted(active, decode.width)
+        return active * decode.width
 
     def _bucket(self, tokens: int) -> int:
         return next(bucket for bucket in self.config.buckets if bucket >= tokens)
@@ -350,8 +342,9 @@ class Engine:
             elif new:
                 running.tokens += new
                 updates.append(Update(id=running.request.id, tokens=tuple(new)))
-        if pending.drafted:
-            self._learn(host)
+        # A round that was dispatched before its last requests were known to have ended says nothing.
+        if pending.drafted and host.kept.any():
+            self._stale.learn(int(host.best_drafts), host.survival, int(np.count_nonzero(host.verified_nodes)))
         return updates
 
     def _finish(self, running: _Running, new: Sequence[int], reason: str, on_device: bool) -> Update:
@@ -360,6 +353,10 @@ class Engine:
         if not on_device:
             self._ended[running.slot] = True
         return Update(id=running.request.id, tokens=tuple(new), result=_finished(running, reason))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _finished(running: _Running, reason: str) -> Result:

@@ -106,18 +106,35 @@ def admit(
     return _map_slots(config, put, state, row), report
 
 
-def _schedule(policy: Policy, forest, table: StepTable, limit: Int[Array, ""]) -> Schedule:
+def schedule(
+    policy: Policy,
+    table: StepTable,
+    survival: SurvivalMap,
+    proposal: Proposal,
+    active: Bool[Array, "R"],
+    limit: Int[Array, ""],
+) -> tuple[Schedule, Int[Array, ""], Float[Array, "N-1"]]:
+    """What is verified of a round's proposal, and `best_drafts` and `survival` of `Drafted`, for rounds to come.
+
+    `limit`: tokens of the bucket that a stale capacity chose; other policies do not read it.
+    """
+    forest = forest_of(proposal, survival, active)
+    best_drafts = jnp.zeros((), jnp.int32)
+    count = jnp.sum(active, dtype=jnp.int32)
     match policy.kind:
         case PolicyKind.EARLY_STOP:
-            return early_stop(forest, table)
+            chosen = early_stop(forest, table)
         case PolicyKind.GLOBAL_BEST:
-            return global_best(forest, table)
+            chosen = global_best(forest, table)
         case PolicyKind.STALE_CAPACITY:
-            return fill(forest, limit)
+            chosen = fill(forest, limit)
+            best_drafts = global_best(forest, table).tokens - count
         case PolicyKind.FIXED:
-            return fixed_length(forest, policy.length)
+            chosen = fixed_length(forest, policy.length)
         case PolicyKind.THRESHOLD:
-            return threshold(forest, jnp.full(forest.valid.shape[0], policy.threshold, forest.survival.dtype))
+            chosen = threshold(forest, jnp.full(active.shape[0], policy.threshold, forest.survival.dtype))
+    ranked = -jnp.sort(-forest.survival[:, 1:], axis=1)
+    return chosen, best_drafts, jnp.sum(ranked, axis=0) / jnp.maximum(count, 1).astype(ranked.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="state")
@@ -136,19 +153,11 @@ def draft_and_schedule(
     `limit`: tokens of the bucket that a stale capacity chose; other policies do not read it.
     """
     state = begin_round(state.replace(done=state.done | ended))
-    active = ~state.done
     noise = target_noise(config, state)
     proposal = propose_round(drafter, config, state, noise)
     with jax.named_scope("schedule"):
-        forest = forest_of(proposal, survival, active)
-        schedule = _schedule(policy, forest, table, limit)
-        count = jnp.sum(active, dtype=jnp.int32)
-        best_drafts = jnp.zeros((), jnp.int32)
-        if policy.kind is PolicyKind.STALE_CAPACITY:
-            best_drafts = global_best(forest, table).tokens - count
-        ranked = -jnp.sort(-forest.survival[:, 1:], axis=1)
-        curve = jnp.sum(ranked, axis=0) / jnp.maximum(count, 1).astype(ranked.dtype)
-    return state, Drafted(proposal.replace(valid=schedule.nodes), noise, schedule.tokens, best_drafts, curve)
+        chosen, best_drafts, curve = schedule(policy, table, survival, proposal, ~state.done, limit)
+    return state, Drafted(proposal.replace(valid=chosen.nodes), noise, chosen.tokens, best_drafts, curve)
 
 
 def _verify(

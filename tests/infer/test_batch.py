@@ -148,7 +148,7 @@ def test_a_killed_run_goes_on(infer, tmp_path, files, options, generated):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGINT, 1, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_a_signal_lets_running_requests_finish(infer, tmp_path, files, options, number, code, said):
     prompts = files.write_lines(tmp_path / "many.jsonl", files.read_lines(options["prompts"]) * 2)
@@ -175,7 +175,7 @@ def test_a_second_signal_stops_at_once(infer, tmp_path, files, options, monkeypa
 
     after(monkeypatch, 1, twice)
     outcome = infer("batch", **options, **FULL)
-    assert outcome.code == 1
+    assert outcome.code == 130
     assert "0 of 4 lines are in" in outcome.error.splitlines()[-1]
     assert "finishing" not in outcome.error
 

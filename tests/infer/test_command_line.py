@@ -124,7 +124,7 @@ def test_checks_of_the_options_themselves(run, capsys):
         (InputError("file: field is wrong"), 2, "file: field is wrong"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a/b"), 2, "a/b: No such file or directory"),
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, "a/b: No space left on device"),
-        (KeyboardInterrupt(), 1, "interrupted"),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 1, "smaller batch"),
     ],
 )

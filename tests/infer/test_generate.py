@@ -104,7 +104,7 @@ def test_interrupted_work_goes_on(infer, tmp_path, files, models, prompts, monke
     begun = interrupt_second_batch(monkeypatch)
     outcome = infer("generate", output=output, **options)
     partial = tmp_path / "out.jsonl.partial"
-    assert outcome.code == 1
+    assert outcome.code == 130
     assert f"interrupted; 3 of 4 lines are in {partial}" in outcome.error.splitlines()[-1]
     assert not output.exists()
     assert len(files.read_lines(partial)) == 4

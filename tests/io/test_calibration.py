@@ -16,6 +16,7 @@ LAW = CalibrationLaw(
 TREE = TreeSpec(k=3, budget=16)
 FIELDS = {
     "temperatures": [1.0, 0.5, 2],
+    "platt": {"slopes": [1.5, 0, 2], "offsets": [-1.0, 0.5, 0]},
     "law": dataclasses.asdict(LAW) | {"device": "1 x cpu"},
     "edge_map": edge_map_fields(EdgeMap(0.8, -0.1, TREE)),
 }
@@ -36,6 +37,17 @@ def test_what_is_read_back(written):
     np.testing.assert_array_equal(calibration.temperatures, np.array([1, 0.5, 2], np.float32))
     assert calibration.temperatures.dtype == np.float32
     assert calibration.edge_map == EdgeMap(0.8, -0.1, TREE)
+    survival = calibration.survival
+    np.testing.assert_array_equal(survival.slopes, [1.5, 0, 2])
+    np.testing.assert_array_equal(survival.offsets, [-1, 0.5, 0])
+    np.testing.assert_allclose((survival.alpha, survival.beta), (0.8, -0.1))
+
+
+def test_temperatures_are_used_where_there_is_no_platt_scaling(written):
+    survival = load_calibration(written(platt=None, edge_map=None), 3, LAW).survival
+    np.testing.assert_array_equal(survival.slopes, [1, 2, 0.5])
+    np.testing.assert_array_equal(survival.offsets, [0, 0, 0])
+    assert (survival.alpha, survival.beta) == (1, 0)
 
 
 def test_a_file_without_a_law_is_taken_only_unchecked(written):
@@ -73,6 +85,20 @@ def test_another_law(written, name, value):
 @pytest.mark.parametrize("value", [0, -1, "1", None, True, [1], 1e300, 10**400, 1e-300])
 def test_temperatures_that_are_no_positive_number(written, value):
     refused(written(temperatures=[1, value, 1]), "temperatures[1]")
+
+
+@pytest.mark.parametrize(
+    ("platt", "words"),
+    [
+        ([1, 2, 3], ["platt must be an object"]),
+        ({"slopes": [1, 1, 1]}, ["platt.offsets must be a list"]),
+        ({"slopes": [1, -1, 1], "offsets": [0, 0, 0]}, ["platt.slopes[1]", "at least 0", "-1"]),
+        ({"slopes": [1, 1, 1], "offsets": [0, 0, "x"]}, ["platt.offsets[2]", "x"]),
+        ({"slopes": [1, 1], "offsets": [0, 0, 0]}, ["platt.slopes of 2 positions", "drafts 3"]),
+    ],
+)
+def test_platt_scaling_that_is_none(written, platt, words):
+    refused(written(platt=platt), *words)
 
 
 @pytest.mark.parametrize("value", [None, [], 1.0, {"0": 1}])

@@ -216,6 +216,17 @@ def test_corrupt_files(tmp_path):
             assert str(error).startswith(str(path))
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+def test_weights_that_are_not_finite(tmp_path, quantised):
+    params = parameters.initialize(declare_target(CONFIG), jax.random.key(0))
+    spoilt = params.embed_tokens.weight.at[3, 5].set(np.inf if quantised else np.nan)
+    with np.errstate(invalid="ignore", over="ignore"):
+        params = params.replace(embed_tokens=params.embed_tokens.replace(weight=spoilt))
+        write(tmp_path / "m.gguf", params=params, quantised=quantised)
+        with pytest.raises(InputError, match=r"m.gguf: tensor model.embed_tokens.weight has values that are not fini"):
+            load_target(tmp_path / "m.gguf")
+
+
 def test_missing_package(tmp_path, monkeypatch):
     write(tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)

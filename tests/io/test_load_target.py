@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from dspark_jax import parameters
 from dspark_jax.config import RopeScaling, TargetConfig
-from dspark_jax.io import InputError, byte_tokenizer, load_target, save_target
+from dspark_jax.io import InputError, byte_tokenizer, describe_target, load_target, save_target
 from dspark_jax.parameters import named_leaves
 from dspark_jax.sharding import make_mesh
 from dspark_jax.targets.decoder import declare_target
@@ -118,6 +118,23 @@ def test_padded_vocabulary_rows(folder):
     target = load_target(folder)
     assert (target.config.num_valid_tokens, target.config.vocab_size) == (259, 260)
     assert target.tokenizer.encode("hi") == [104, 105]
+
+
+def test_a_description_is_what_is_loaded(folder):
+    byte_tokenizer().save(folder)
+    description, target = describe_target(folder), load_target(folder)
+    assert description.config == target.config and description.config.num_valid_tokens == 259
+    for name in ("eos_token_ids", "name", "fingerprint"):
+        assert getattr(description, name) == getattr(target, name)
+    assert_equal_trees(description.load().params, target.params)
+
+
+def test_a_description_reads_no_weights(folder, monkeypatch):
+    monkeypatch.setattr("dspark_jax.io.safetensors.SafetensorsSource.read", None)
+    assert describe_target(folder).config.num_hidden_layers == 6
+    edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(InputError, match=r"tensor model.norm.weight \[96\] is missing"):
+        describe_target(folder)
 
 
 CONFIGS = {

@@ -14,6 +14,7 @@ from dspark_jax.scheduling.throughput import StepTable
 
 LAW = StepTableLaw(
     device="1 x cpu",
+    mesh="data=1,model=1",
     dtype="float32",
     target_fingerprint="t",
     drafter_fingerprint="d",

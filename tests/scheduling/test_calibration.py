@@ -12,6 +12,7 @@ from dspark_jax.scheduling.calibration import (
     edge_survival,
     expected_calibration_error,
     fit_edge_map,
+    fit_platt,
     fit_temperatures,
     prefix_accepted,
     prefix_survival,
@@ -37,7 +38,7 @@ def synthetic(seed: int, rounds: int = ROUNDS) -> tuple[np.ndarray, np.ndarray]:
 
 
 def errors(logits: np.ndarray, accepted: np.ndarray, temperatures: np.ndarray) -> np.ndarray:
-    survival = prefix_survival(logits, temperatures)
+    survival = prefix_survival(logits, 1 / temperatures, np.zeros(5))
     outcomes = prefix_accepted(accepted, logits.shape[1])
     return np.array([expected_calibration_error(survival[:, k], outcomes[:, k]) for k in range(logits.shape[1])])
 
@@ -70,7 +71,7 @@ def test_each_temperature_has_the_least_error_given_the_earlier_ones():
 
 def test_the_ranking_within_a_position_is_unchanged():
     logits, accepted = synthetic(4, 2000)
-    calibrated = np.asarray(calibrated_confidences(jnp.asarray(logits, jnp.float32), TRUE_TEMPERATURES))
+    calibrated = np.asarray(calibrated_confidences(jnp.asarray(logits, jnp.float32), 1 / TRUE_TEMPERATURES, -1.0))
     for k in range(logits.shape[1]):
         order = np.argsort(logits[:, k], kind="stable")
         assert (np.diff(calibrated[order, k]) >= 0).all()
@@ -82,12 +83,37 @@ def test_the_ranking_within_a_position_is_unchanged():
 
 def test_confidences_inside_jit():
     logits = jax.random.normal(jax.random.key(0), (3, 2, 4))
-    temperatures = jnp.array([0.5, 1.0, 2.0, 4.0])
-    found = jax.jit(calibrated_confidences)(logits, temperatures)
-    np.testing.assert_allclose(found, sigmoid(np.asarray(logits) / np.asarray(temperatures)), rtol=1e-6)
-    np.testing.assert_array_equal(calibrated_confidences(logits, np.ones(4)), jax.nn.sigmoid(logits))
-    survival = prefix_survival(np.asarray(logits[:, 0]), np.asarray(temperatures))
+    slopes, offsets = jnp.array([2.0, 1.0, 0.5, 0.25]), jnp.array([0.0, -1.0, 0.5, 2.0])
+    found = jax.jit(calibrated_confidences)(logits, slopes, offsets)
+    np.testing.assert_allclose(found, sigmoid(np.asarray(logits) * np.asarray(slopes) + np.asarray(offsets)), rtol=1e-6)
+    np.testing.assert_array_equal(calibrated_confidences(logits, np.ones(4), 0.0), jax.nn.sigmoid(logits))
+    survival = prefix_survival(np.asarray(logits[:, 0]), np.asarray(slopes), np.asarray(offsets))
     np.testing.assert_allclose(jnp.cumprod(found[:, 0], axis=-1), survival, rtol=1e-5)
+
+
+def test_platt_scaling_is_recovered_where_no_temperature_would_do():
+    """Confidences that are too high as a whole, as those of rejection sampling are for coupled chains."""
+    slopes, offsets = np.array([1.0, 0.7, 1.5, 1.0, 0.4]), np.array([-1.5, 0.6, 0.0, 1.0, -0.5])
+
+    def shifted(seed: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        logits = rng.normal(2, 2, (ROUNDS, 5))
+        hits = rng.random(logits.shape) < sigmoid(slopes * logits + offsets)
+        return logits, np.cumprod(hits, axis=1).sum(axis=1)
+
+    found = fit_platt(*shifted(5))
+    np.testing.assert_allclose(found, (slopes, offsets), atol=0.12)
+    logits, accepted = shifted(6)
+    outcomes = prefix_accepted(accepted, 5)
+    survival = prefix_survival(logits, *found)
+    after = np.array([expected_calibration_error(survival[:, k], outcomes[:, k]) for k in range(5)])
+    assert (after < errors(logits, accepted, fit_temperatures(*shifted(5)))).all()
+    assert (after < 0.015).all(), after
+
+
+def test_platt_scaling_of_positions_that_were_never_reached_changes_nothing():
+    slopes, offsets = fit_platt(np.array([[1.0, 2.0], [-1.0, 0.5]]), np.array([0, 0]))
+    assert (slopes[1], offsets[1]) == (1, 0) and np.isfinite([slopes, offsets]).all()
 
 
 def test_calibration_error_by_hand():

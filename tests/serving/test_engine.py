@@ -1,4 +1,4 @@
-"""The engine against `generate`: requests that come, go and are cancelled at random, in programs of few shapes."""
+"""The engine against `generate`: policies, trees, stops, meshes and refusals, in programs of few shapes."""
 
 import dataclasses
 
@@ -148,35 +148,6 @@ def test_trees_are_served():
         assert list(result.tokens) == expected[result.id]
         lengths += result.accepted_lengths
     assert max(lengths) > 1
-
-
-def test_requests_come_at_random_and_are_cancelled_at_random():
-    served = Served(1)
-    expected, rng = served.expected(), np.random.default_rng(5)
-    engine, waiting, results, streamed = served.engine(), served.requests(), {}, {}
-    asked = set()
-    while waiting or engine.busy:
-        for _ in range(rng.integers(0, 3)):
-            if waiting:
-                engine.submit(waiting.pop(0))
-        if rng.random() < 0.1 and len(asked) < 6:
-            chosen = int(rng.integers(COUNT))
-            asked.add(chosen)
-            engine.cancel(chosen)
-        for update in engine.step():
-            streamed.setdefault(update.id, []).extend(update.tokens)
-            if update.result is not None:
-                assert update.id not in results
-                results[update.id] = update.result
-    assert len(results) == COUNT
-    reasons = [result.finish_reason for result in results.values()]
-    assert "cancelled" in reasons and reasons.count("length") > COUNT / 2
-    for index, result in results.items():
-        assert list(result.tokens) == streamed[index]
-        if result.finish_reason == "cancelled":
-            assert index in asked and list(result.tokens) == expected[index][: len(result.tokens)]
-        else:
-            assert list(result.tokens) == expected[index]
 
 
 def test_a_bad_request_fails_alone_and_a_full_engine_waits():

@@ -90,6 +90,13 @@ def fit_arguments(chat_target, data) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
+def no_weights(monkeypatch) -> None:
+    """No model's weights can be loaded: what a test refuses is refused before."""
+    monkeypatch.setattr("dspark_jax.io.target.load_parameters", None)
+    monkeypatch.setattr("dspark_jax.io.drafter.load_parameters", None)
+
+
+@pytest.fixture
 def one_line(capsys) -> Callable[..., None]:
     """Runs a command that must fail with an exit code and exactly one line on standard error that holds the words."""
 

@@ -11,7 +11,7 @@ from dspark_jax import DecodeConfig, Generation, TreeSpec, Verifier
 from dspark_jax.io import PromptEncoder, read_prompts
 from dspark_jax.io.calibration import CalibrationLaw, load_calibration
 from dspark_jax.recording import Recording
-from dspark_jax.scheduling.calibration import expected_calibration_error, fit_temperatures, roc_auc
+from dspark_jax.scheduling.calibration import expected_calibration_error, fit_platt, fit_temperatures, roc_auc
 from dspark_jax.verification.counting import zero_counts
 from tests.models import GOLDENS, golden_drafter, golden_prompts, golden_target
 from train.__main__ import main
@@ -70,11 +70,18 @@ def test_the_file(options, tmp_path, write_rows, capsys):
     positions, edge_map = fields["positions"], fields["edge_map"]
     assert set(fields["files"]) == set(edge_map["files"]) == set(map(str, names))
     for group in (positions, *fields["files"].values()):
-        assert all(len(group[name]) == 7 for name in ("ece_before", "ece_after", "roc_auc"))
-    for name in ("ece_before", "ece_after"):
+        assert all(len(group[name]) == 7 for name in ("ece_before", "ece_after", "ece_platt", "roc_auc"))
+    for name in ("ece_before", "ece_after", "ece_platt"):
         assert fields[name] == pytest.approx(np.mean(positions[name]))
     assert {"device", "date", "versions", "dtype", "seed"} <= set(fields["law"])
-    for words in ("ECE of the prefix survival", "ROC-AUC", "edges of trees", "every other prompt", "pooled, after"):
+    for words in (
+        "ECE of the prefix survival",
+        "ROC-AUC",
+        "edges of trees",
+        "every other prompt",
+        "pooled, temperatures",
+        "pooled, Platt scaling",
+    ):
         assert words in out
 
     # The golden prompts' rounds are the reference's; the even prompts of both files make the temperatures.
@@ -100,13 +107,14 @@ def test_the_file(options, tmp_path, write_rows, capsys):
     calibration = load_calibration(output, 7, law, TREE)
     np.testing.assert_allclose(calibration.temperatures, fields["temperatures"], rtol=1e-6)
     assert calibration.edge_map.alpha == edge_map["alpha"] >= 0
+    np.testing.assert_allclose(calibration.platt.slopes, fit_platt(fitting.logits, fitting.accepted)[0], rtol=1e-6)
 
 
 BAD = {
     "missing prompts": ({"prompts": "none.jsonl"}, ["none.jsonl: no such file"]),
     "missing target": ({"target": "./none"}, ["./none: no such folder"]),
     "missing drafter": ({"drafter": "./none"}, ["./none: no such folder"]),
-    "no confidence head": ({"drafter": GOLDENS / "dflash"}, ["dflash/config.json", "no confidence head"]),
+    "no confidence head": ({"drafter": GOLDENS / "dflash"}, ["--drafter", "dflash", "no confidence head"]),
     "missing output folder": ({"output": "none/out.json"}, ["none/out.json", "folder none"]),
     "output is the plot": ({"output": "out.png"}, ["out.png", ".json"]),
     "temperature": ({"temperature": -1}, ["--temperature -1"]),
@@ -131,7 +139,7 @@ def test_bad_options(options, one_line, case, tmp_path):
     assert not list(tmp_path.glob("calibration*"))
 
 
-def test_bad_prompts(options, one_line, tmp_path, write_rows):
+def test_bad_prompts(options, one_line, tmp_path, write_rows, no_weights):
     single = write_rows(tmp_path / "single.jsonl", [{"input_ids": [1]}])
     one_line(arguments(options | {"prompts": single}), single, "one prompt")
     one_line(arguments(options | {"prompts": (single, single)}), "--prompts", "twice")

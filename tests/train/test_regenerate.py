@@ -100,7 +100,9 @@ def test_a_conversation_ends_where_the_context_does(chat_target, tmp_path, write
     assert len(lines[1]["output_ids"]) == 4
 
 
-def test_bad_input_is_one_line(chat_target, prompts, tmp_path, write_rows, one_line):
+def test_bad_input_is_one_line_before_weights_are_loaded(
+    chat_target, prompts, tmp_path, write_rows, one_line, no_weights
+):
     output = tmp_path / "out.jsonl"
     one_line(arguments(chat_target, tmp_path / "none.jsonl", output), "none.jsonl")
     one_line(arguments(tmp_path / "nowhere", prompts, output), "nowhere")
@@ -115,6 +117,10 @@ def test_bad_input_is_one_line(chat_target, prompts, tmp_path, write_rows, one_l
         bad = write_rows(tmp_path / "bad.jsonl", [{"prompt": "x"}, line])
         one_line(arguments(chat_target, bad, output), "bad.jsonl, line 2", words)
     assert not output.exists()
+
+
+def test_an_output_of_something_else_is_refused(chat_target, prompts, tmp_path, write_rows, one_line):
+    output = tmp_path / "out.jsonl"
     output.write_text('{"input_ids": [1]}\n')
     one_line(arguments(chat_target, prompts, output), "out.jsonl", "was not made by regenerate")
     output.unlink()
