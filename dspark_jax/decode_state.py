@@ -55,7 +55,7 @@ class DecodeConfig:
         if self.tree is None:
             return
         if not isinstance(drafter, DrafterConfig):
-            raise ValueError("tree: Eagle3 and multi-token prediction draft chains here; leave the tree out")
+            raise ValueError("tree: Eagle3 and multi-token prediction draft chains only; leave it out")
         if self.verifier.chains_only:
             raise ValueError(
                 f"verifier {self.verifier.value} is for chains: on a tree it would change the target's law; "

@@ -96,5 +96,5 @@ def test_trees_are_refused(kind):
     settings = target_config()
     config = pair_config(settings, kind)
     assert isinstance(config, Eagle3Config if kind == "eagle3" else MTPConfig) and not config.enable_confidence_head
-    with pytest.raises(ValueError, match="tree: Eagle3 and multi-token prediction draft chains"):
+    with pytest.raises(ValueError, match="tree: Eagle3 and multi-token prediction draft chains only"):
         DecodeConfig(target=settings, drafter=config, tree=TreeSpec())
