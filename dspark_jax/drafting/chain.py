@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DrafterConfig, DraftModelConfig
-from dspark_jax.drafters import dspark, markov
+from dspark_jax.drafters import dspark, kinds, markov
 from dspark_jax.drafters.confidence import confidence_logits
 from dspark_jax.drafters.dspark import DrafterParams
-from dspark_jax.drafters.kinds import DrafterParams as AnyParams
 from dspark_jax.layers.linear import embed, matmul
 from dspark_jax.proposals import Proposal, chain
 
@@ -87,7 +86,7 @@ def propose_chain(
 
 
 def drafted_chain(
-    params: AnyParams,
+    params: kinds.DrafterParams,
     config: DraftModelConfig,
     rows: Int[Array, "R gamma"],
     logits: Float[Array, "R gamma V_d"],
