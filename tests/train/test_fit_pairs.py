@@ -29,7 +29,7 @@ def arguments(chat_target, data):
     ("kind", "options", "term"),
     [
         ("eagle3", ("--block-size", 2, "--draft-vocab-size", 20), "soft_cross_entropy"),
-        ("mtp", (), "cross_entropy"),
+        pytest.param("mtp", (), "cross_entropy", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_is_exported_and_loads(kind, options, term, arguments, chat_target, tmp_path):
