@@ -2,7 +2,10 @@
 
 from dspark_jax.config import (
     DrafterConfig,
+    DraftModelConfig,
+    Eagle3Config,
     MarkovHeadType,
+    MTPConfig,
     RopeScaling,
     TargetConfig,
     TreeKind,
@@ -16,8 +19,11 @@ from dspark_jax.verification.verifier import Verifier
 
 __all__ = [
     "DecodeConfig",
+    "DraftModelConfig",
     "DrafterConfig",
+    "Eagle3Config",
     "Generation",
+    "MTPConfig",
     "MarkovHeadType",
     "RopeScaling",
     "SamplingParams",

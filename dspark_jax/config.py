@@ -84,29 +84,25 @@ class MarkovHeadType(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DrafterConfig(DecoderConfig):
-    """A DSpark drafter; DFlash is one with `markov_rank` 0 and no confidence head, JetSpec a causal in-place DFlash.
+class DraftModelConfig(DecoderConfig):
+    """What the configs of all drafters have in common; a drafter's kind is the class of its config.
 
-    `block_size`: slots [anchor, MASK, …] of one backbone pass. `sample_from_anchor`: slot k predicts the token at
-    position anchor+k+1 (anchor-first); if false, that at anchor+k (in place), and slot 0 predicts nothing.
-    `causal_block`: a slot sees only its own and earlier slots of its block.
+    `block_size`: positions of a round's drafting. `num_target_layers`: of the target that it was made for.
     `target_layer_ids`: tapped target layers, ascending; i is the output of decoder layer i, -1 the embedding.
     `draft_vocab_size`: rows of the drafter's head; smaller than `vocab_size` for a reduced draft vocabulary.
+    `num_anchors`: positions of a document, at most, from which drafting is trained at a time.
     """
 
     model_type: str
     block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
     num_target_layers: int
-    markov_rank: int = 256
-    markov_head_type: MarkovHeadType = MarkovHeadType.VANILLA
-    enable_confidence_head: bool = True
-    confidence_head_with_markov: bool = True
-    num_anchors: int = 512
+    target_layer_ids: tuple[int, ...] = ()
     draft_vocab_size: int = 0
-    sample_from_anchor: bool = True
-    causal_block: bool = False
+    num_anchors: int = 512
+
+    # A kind that has heads declares them as fields.
+    markov_rank = 0
+    enable_confidence_head = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,12 +110,42 @@ class DrafterConfig(DecoderConfig):
             object.__setattr__(self, "draft_vocab_size", self.vocab_size)
         if self.block_size < 1:
             raise ValueError(f"block_size {self.block_size} must be at least 1")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is outside 1..{self.vocab_size}")
+
+    @property
+    def num_drafts(self) -> int:
+        """γ: tokens that a round drafts. Draft k predicts position anchor+k+1."""
+        return self.block_size
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig(DraftModelConfig):
+    """A DSpark drafter; DFlash is one with `markov_rank` 0 and no confidence head, JetSpec a causal in-place DFlash.
+
+    `block_size`: slots [anchor, MASK, …] of one backbone pass. `sample_from_anchor`: slot k predicts the token at
+    position anchor+k+1 (anchor-first); if false, that at anchor+k (in place), and slot 0 predicts nothing.
+    `causal_block`: a slot sees only its own and earlier slots of its block.
+    """
+
+    mask_token_id: int
+    markov_rank: int = 256
+    markov_head_type: MarkovHeadType = MarkovHeadType.VANILLA
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    sample_from_anchor: bool = True
+    causal_block: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_drafts < 1:
             raise ValueError(f"block_size {self.block_size} must be at least 2 when sample_from_anchor is false")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
-        if not 0 < self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is outside 1..{self.vocab_size}")
         check_taps(self.target_layer_ids, self.num_target_layers)
         if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
             raise ValueError("confidence_head_with_markov needs a Markov head: markov_rank is 0")
@@ -129,9 +155,47 @@ class DrafterConfig(DecoderConfig):
         """γ: tokens that a block drafts. Draft k predicts position anchor+k+1 in either layout."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
-    @property
-    def reduced_vocabulary(self) -> bool:
-        return self.draft_vocab_size < self.vocab_size
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config(DraftModelConfig):
+    """An Eagle3 drafter (arXiv 2503.01840): one layer, run once a draft on its own last output.
+
+    `block_size`: the drafts of a round, whose number is free in decoding; training unrolls as many steps.
+    """
+
+    block_size: int = 7
+    num_hidden_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_taps(self.target_layer_ids, self.num_target_layers)
+        _check_one_layer(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig(DraftModelConfig):
+    """One multi-token-prediction module (DeepSeek-V3, arXiv 2412.19437, section 2.2): one layer, one draft a round.
+
+    Its feature is the target's last hidden state, after the final norm; it taps no layer.
+    """
+
+    block_size: int = 1
+    num_hidden_layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size != 1:
+            raise ValueError(f"block_size {self.block_size}: one multi-token-prediction module drafts one token")
+        if self.target_layer_ids:
+            raise ValueError("target_layer_ids: multi-token prediction reads the last hidden state, no tapped layer")
+        _check_one_layer(self)
+
+
+def _check_one_layer(config: DecoderConfig) -> None:
+    if config.num_hidden_layers != 1:
+        raise ValueError(f"num_hidden_layers {config.num_hidden_layers}: this kind of drafter has one layer")
+    if config.sliding_windows != (None,):
+        raise ValueError("sliding_window: this kind of drafter attends to everything before")
 
 
 # No paper has used more nodes; what grows with a tree's square stays affordable.

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dspark_jax.config import DrafterConfig, TargetConfig, TreeSpec
-from dspark_jax.drafters.dspark import DrafterState
+from dspark_jax.config import DrafterConfig, DraftModelConfig, TargetConfig, TreeSpec
+from dspark_jax.drafters.kinds import DrafterState
 from dspark_jax.sampling import SamplingParams
 from dspark_jax.verification.counting import Counts
 from dspark_jax.verification.verifier import Verifier
@@ -25,7 +25,7 @@ class DecodeConfig:
     """
 
     target: TargetConfig
-    drafter: DrafterConfig | None = None
+    drafter: DraftModelConfig | None = None
     tree: TreeSpec | None = None
     max_new_tokens: int = 128
     eos_token_ids: tuple[int, ...] = ()
@@ -54,6 +54,8 @@ class DecodeConfig:
             )
         if self.tree is None:
             return
+        if not isinstance(drafter, DrafterConfig):
+            raise ValueError("tree: Eagle3 and multi-token prediction draft chains only; leave it out")
         if self.verifier.chains_only:
             raise ValueError(
                 f"verifier {self.verifier.value} is for chains: on a tree it would change the target's law; "

@@ -10,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dspark_jax.decode_state import DecodeConfig, DecodeState, Requests
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.rounds import decode_round, prefill
 from dspark_jax.sampling import SamplingParams, sampling_params
 from dspark_jax.sharding import under_auto_axes

@@ -8,8 +8,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dspark_jax.decode_state import DecodeConfig, DecodeState, Requests
-from dspark_jax.drafters import dspark
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters import kinds
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.drafting.propose import propose
 from dspark_jax.layers.kv_cache import init_cache, move
 from dspark_jax.layers.linear import wide_dtype
@@ -99,7 +99,7 @@ def init_state(config: DecodeConfig, requests: Requests, capacity: int, dtype) -
         done=jnp.ones(count, bool),
         stopped=jnp.zeros(count, bool),
         cache=init_cache(config.target, count, capacity, dtype, config.target.stacked_layers),
-        drafter=None if config.drafter is None else dspark.init_state(config.drafter, count, capacity, dtype),
+        drafter=None if config.drafter is None else kinds.init_state(config.drafter, count, capacity, dtype),
         counts=zero_counts(count, config.max_new_tokens, config.depth),
         log_probabilities=jnp.zeros((count, capacity), wide) if config.log_probabilities else None,
     )
@@ -127,7 +127,8 @@ def prefill_chunk(
         logits = target_logits(target, config.target, hidden)
     context = state.drafter
     if drafter is not None:
-        context = dspark.extend(drafter, config.drafter, context, out.features, start)
+        features = kinds.target_features(config.drafter, out)
+        context = kinds.extend(drafter, config.drafter, context, tokens, features, start, last + 1)
     columns = start[:, None] + jnp.arange(padded, dtype=jnp.int32)[None]
     whole = start + padded >= lengths
     state = state.replace(
@@ -180,17 +181,17 @@ def target_noise(config: DecodeConfig, state: DecodeState, depth: int | None = N
     return _noise_at(config, state, _positions(state, config.depth if depth is None else depth))
 
 
-def draft_hidden(drafter: DrafterParams, config: DecodeConfig, state: DecodeState) -> Float[Array, "R gamma d"]:
-    """The round's parallel stage."""
+def draft_hidden(drafter: DrafterParams, config: DecodeConfig, state: DecodeState) -> Float[Array, "R gamma d"] | None:
+    """The round's parallel stage; None for a drafter that has none."""
     with jax.named_scope("draft.backbone"):
-        return dspark.block_hidden(drafter, config.drafter, state.drafter, *state.anchors)
+        return kinds.block_hidden(drafter, config.drafter, state.drafter, *state.anchors)
 
 
 def draft(
     drafter: DrafterParams,
     config: DecodeConfig,
     state: DecodeState,
-    hidden: Float[Array, "R gamma d"],
+    hidden: Float[Array, "R gamma d"] | None,
     noise: Float[Array, "R depth+1 V"],
 ) -> Proposal:
     """The round's chain or tree. `noise` is the target's."""
@@ -218,14 +219,14 @@ def draft(
         law = draft_law
         keys = purpose_keys(requests.keys, state.counts.rounds, _positions(state, config.depth)[:, :-1], Purpose.DRAFT)
         draft_noise = gumbel(keys, config.drafter.draft_vocab_size)
-    anchors, _ = state.anchors
     with jax.named_scope("draft.sequential"):
         return propose(
             drafter,
             config.drafter,
             config.tree,
+            state.drafter,
             hidden,
-            anchors,
+            *state.anchors,
             draft_noise,
             adjust,
             requests.confidence_threshold,
@@ -269,7 +270,7 @@ def verify(
     log_probabilities = None
     if config.log_probabilities:
         log_probabilities = _token_log_probabilities(on_path(logits, verdict.nodes), verdict.tokens)
-    features = out.features
+    features = None if config.drafter is None else kinds.target_features(config.drafter, out)
     if features is not None and (config.tree is not None or packing is not None):
         features = on_path(features, verdict.nodes[:, : proposal.tokens.shape[1]])
     return Verification(verdict, out.cache, features, log_probabilities)
@@ -324,7 +325,11 @@ def commit(
             cache = move(cache, start[:, None] + verdict.nodes, destination)
         context = state.drafter
         if drafter is not None:
-            context = dspark.extend(drafter, config.drafter, context, verification.features, start, active)
+            features, (anchors, _) = verification.features, state.anchors
+            # The tokens that the features are of: the anchor and, as far as they stand, the drafts.
+            tokens = jnp.concatenate([anchors[:, None], verdict.tokens], axis=1)[:, : features.shape[1]]
+            count = verdict.accepted + 1
+            context = kinds.extend(drafter, config.drafter, context, tokens, features, start, count, active)
     counts = count_round(state.counts, proposal, verdict, active)
     state = state.replace(cache=cache, drafter=context, counts=counts)
     return _append(state, config, verdict.tokens, verdict.accepted + 1, verification.log_probabilities)

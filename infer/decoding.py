@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dspark_jax
-from dspark_jax import DecodeConfig, DrafterConfig, Generation, TargetConfig, TreeSpec, Verifier
+from dspark_jax import DecodeConfig, DraftModelConfig, Generation, TargetConfig, TreeSpec, Verifier
 from dspark_jax.decode_state import Requests
 from dspark_jax.io import Drafter, InputError, Target
 from infer.batching import Batch
@@ -67,7 +67,7 @@ class Decoder:
 
 def decode_config(
     target: TargetConfig,
-    drafter: DrafterConfig | None,
+    drafter: DraftModelConfig | None,
     max_new_tokens: int,
     verifier: Verifier = Verifier.COUPLED,
     tree: TreeSpec | None = None,

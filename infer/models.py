@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from dspark_jax import DrafterConfig
+from dspark_jax import DraftModelConfig
 from dspark_jax.io import (
     Drafter,
     Target,
@@ -21,7 +21,7 @@ class Description:
     """What can be known of the models without their weights."""
 
     target: TargetDescription
-    drafter_config: DrafterConfig | None
+    drafter_config: DraftModelConfig | None
 
 
 def describe(options: ModelOptions, drafter: str | None) -> Description:

@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import dspark_jax
-from dspark_jax import DecodeConfig, DrafterConfig, Verifier, request_keys
-from dspark_jax.drafters import dspark
+from dspark_jax import DecodeConfig, DrafterConfig, DraftModelConfig, Verifier, request_keys
+from dspark_jax.drafters import dspark, kinds
 from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafting.autoregressive import propose_autoregressive
 from dspark_jax.drafting.chain import sequential_stage
 from dspark_jax.io import Drafter, InputError, Target, write_json
 from dspark_jax.io.outputs import check_report
@@ -40,6 +41,8 @@ _MOST = {"context": 2**31 - 1, "steps": 2**31 - 1, "repeats": 10**6, "slots": MO
 _BANDWIDTH_BYTES = 512 * 2**20
 _BANDWIDTH_TRIES = 3
 _BOUND, _STEP = "bound: weights read once", "step: one token"
+_BACKBONE, _SEQUENTIAL = "draft: backbone", "draft: head and sequential stage"
+_AUTOREGRESSIVE = "draft: one token after the other"
 
 Timer = Callable[[], float]
 
@@ -203,8 +206,11 @@ def _decoding_timer(options: ProfileOptions, target: Target, drafter: Drafter | 
 
 def _drafting_timers(options: ProfileOptions, target: Target, drafter: Drafter) -> dict[str, Timer]:
     capacity = bucket(options.context) + options.steps
-    state = dspark.init_state(drafter.config, 1, capacity, target.params.embed_tokens.weight.dtype)
-    loops = {"draft backbone": _backbone_loop, "draft sequential": _sequential_loop}
+    state = kinds.init_state(drafter.config, 1, capacity, target.params.embed_tokens.weight.dtype)
+    if isinstance(drafter.config, DrafterConfig):
+        loops = {_BACKBONE: _backbone_loop, _SEQUENTIAL: _sequential_loop}
+    else:
+        loops = {_AUTOREGRESSIVE: _autoregressive_loop}
 
     def make(loop) -> Timer:
         return lambda: (
@@ -245,6 +251,28 @@ def _sequential_loop(params: DrafterParams, state, config: DrafterConfig, contex
     return jax.lax.fori_loop(0, steps, body, (hidden, jnp.zeros(1, jnp.int32)))
 
 
+@functools.partial(jax.jit, static_argnames=("config", "steps"))
+def _autoregressive_loop(params: kinds.DrafterParams, state, config: DraftModelConfig, context: int, steps: int):
+    """A whole chain, `steps` times, each from the last token of the one before."""
+    noise, threshold = jnp.zeros((1, config.num_drafts), jnp.int32), jnp.zeros(1, jnp.float32)
+
+    def body(step, anchor):
+        position = jnp.full((1,), context + step, jnp.int32)
+        proposal = propose_autoregressive(
+            params,
+            config,
+            state,
+            anchor,
+            position,
+            noise,
+            lambda logits, _: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+            threshold,
+        )
+        return proposal.tokens[:, -1]
+
+    return jax.lax.fori_loop(0, steps, body, jnp.zeros(1, jnp.int32))
+
+
 def _weight_bytes(params: TargetParams) -> int:
     """Bytes of the weights that every token's pass reads: all but an embedding table that is not the head too."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves((params.layers, params.norm, head_weight(params))))
@@ -283,8 +311,7 @@ def _report(
     times = {_BOUND: entry(bound), _STEP: entry(step)}
     times |= {f"verify {width} tokens": entry(turns[f"verify {width}"]) for width in _WIDTHS[1:]}
     if drafter is not None:
-        times["draft: backbone"] = entry(turns["draft backbone"])
-        times["draft: head and sequential stage"] = entry(turns["draft sequential"])
+        times |= {name: entry(turns[name]) for name in (_BACKBONE, _SEQUENTIAL, _AUTOREGRESSIVE) if name in turns}
         times["speculative round"] = entry(turns["round"])
     eight = f"verify {_WIDTHS[-1]} tokens"
     return {

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from dspark_jax.decode_state import DecodeConfig, DecodeState
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.proposals import Proposal
 from dspark_jax.rounds import Verification, begin_round, commit, draft, draft_hidden, prefill, target_noise, verify
 from dspark_jax.targets.decoder import TargetParams

@@ -1,5 +1,6 @@
 """Small models for tests: random ones of any shape, and the golden ones."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -8,8 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.config import DrafterConfig, MarkovHeadType, TargetConfig
-from dspark_jax.drafters.dspark import DrafterParams, declare_drafter
+from dspark_jax.config import (
+    DecoderConfig,
+    DrafterConfig,
+    DraftModelConfig,
+    Eagle3Config,
+    MarkovHeadType,
+    MTPConfig,
+    TargetConfig,
+)
+from dspark_jax.drafters.kinds import DrafterParams, declare_drafter
 from dspark_jax.io import Drafter, Target, load_drafter, load_target
 from dspark_jax.layers.linear import Linear
 from dspark_jax.parameters import initialize
@@ -18,6 +27,7 @@ from dspark_jax.targets.decoder import TargetParams, declare_target, head_weight
 GOLDENS = Path(__file__).parent / "goldens"
 GOLDEN_DRAFTERS = ("dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash")
 HEADS = ("dflash", *(kind.value for kind in MarkovHeadType))
+PAIR_KINDS = ("eagle3", "mtp")
 
 
 def target_config(vocab_size: int = 8, **changes) -> TargetConfig:
@@ -67,19 +77,35 @@ def drafter_config(target: TargetConfig, head: str = "vanilla", **changes) -> Dr
     return DrafterConfig(**(shape | changes))
 
 
+def pair_config(target: TargetConfig, kind: str = "eagle3", **changes) -> Eagle3Config | MTPConfig:
+    """An Eagle3 drafter of three drafts, or with "mtp" a multi-token-prediction module."""
+    like_target = {field.name: getattr(target, field.name) for field in dataclasses.fields(DecoderConfig)}
+    shape = like_target | {
+        "model_type": target.model_type,
+        "num_hidden_layers": 1,
+        "sliding_windows": (),
+        "num_target_layers": target.num_hidden_layers,
+    }
+    if kind == "mtp":
+        return MTPConfig(**(shape | changes))
+    shape |= {"model_type": "llama", "qk_norm": False, "block_size": 3, "target_layer_ids": (-1, 1)}
+    return Eagle3Config(**(shape | changes))
+
+
 def random_target(config: TargetConfig, seed: int = 0, dtype=jnp.float32) -> TargetParams:
     return initialize(declare_target(config), jax.random.key(seed), dtype)
 
 
-def random_drafter(config: DrafterConfig, target: TargetParams, seed: int = 1) -> DrafterParams:
-    """Random trainable parameters around the target's own embedding and head."""
+def random_drafter(config: DraftModelConfig, target: TargetParams, seed: int = 1) -> DrafterParams:
+    """Random trainable parameters around the target's own embedding and head, or with an Eagle3 head of its own."""
     head = head_weight(target)
     params = initialize(declare_drafter(config), jax.random.key(seed), head.dtype)
     if config.reduced_vocabulary:
         ids = np.random.default_rng(seed).permutation(config.vocab_size)[: config.draft_vocab_size]
         params = params.replace(draft_token_ids=jnp.asarray(np.sort(ids), jnp.int32))
         head = head[params.draft_token_ids]
-    return params.replace(embed_tokens=target.embed_tokens, lm_head=Linear(weight=head))
+    params = params.replace(embed_tokens=target.embed_tokens)
+    return params.replace(lm_head=Linear(weight=head)) if "lm_head" in params.FROZEN else params
 
 
 @functools.cache

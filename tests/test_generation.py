@@ -1,5 +1,7 @@
 """The decoding loop: goldens, plain against speculative, batches, ends, streaming and compilations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +14,13 @@ from dspark_jax.targets.decoder import forward_documents, target_logits
 from tests.models import (
     GOLDEN_DRAFTERS,
     HEADS,
+    PAIR_KINDS,
     drafter_config,
     golden_drafter,
     golden_prompts,
     golden_target,
     pad,
+    pair_config,
     random_drafter,
     random_target,
     target_config,
@@ -36,7 +40,12 @@ class Small:
 
     def __init__(self, head: str = "vanilla", target_changes=None, **drafter_changes):
         self.target_config = target_config(**(target_changes or {}))
-        self.drafter_config = drafter_config(self.target_config, head, **drafter_changes)
+        make = (
+            functools.partial(pair_config, kind=head)
+            if head in PAIR_KINDS
+            else functools.partial(drafter_config, head=head)
+        )
+        self.drafter_config = make(self.target_config, **drafter_changes)
         self.target = random_target(self.target_config)
         self.drafter = random_drafter(self.drafter_config, self.target)
         self.tokens, self.lengths = pad(PROMPTS)
@@ -74,7 +83,9 @@ def test_goldens(name):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("head", "draft_vocab_size"), [*((head, 8) for head in HEADS), ("rnn", 5)])
+@pytest.mark.parametrize(
+    ("head", "draft_vocab_size"), [*((head, 8) for head in HEADS), ("rnn", 5), ("eagle3", 5), ("mtp", 8)]
+)
 def test_coupled_output_is_plain_output(head, draft_vocab_size, temperature):
     """Token for token, whatever the drafter, its vocabulary and the thresholds."""
     small = Small(head, draft_vocab_size=draft_vocab_size)
@@ -85,7 +96,7 @@ def test_coupled_output_is_plain_output(head, draft_vocab_size, temperature):
     np.testing.assert_array_equal(speculative.tokens, plain.tokens)
     assert (speculative.counts.rounds <= plain.counts.rounds).all()
     assert (plain.counts.accepted_lengths.sum(axis=1) == plain.counts.rounds).all()
-    if head != "dflash":
+    if small.drafter_config.enable_confidence_head:
         assert speculative.counts.rounds[3] == plain.counts.rounds[3], "threshold 1 verifies no draft"
 
 

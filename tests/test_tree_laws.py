@@ -19,7 +19,7 @@ from dspark_jax.proposals import Proposal, ancestors
 from dspark_jax.rounds import prefill, propose_round, target_noise
 from dspark_jax.targets.decoder import forward_tree, target_logits
 from dspark_jax.verification.walk import walk
-from tests.models import drafter_config, random_drafter, random_target, target_config
+from tests.models import drafter_config, pair_config, random_drafter, random_target, target_config
 from tests.test_sampling import reference_law
 from tests.test_trees import document_logits
 
@@ -34,20 +34,25 @@ def proposal_and_logits(target, drafter, config, state):
 
 
 class Enumerated:
-    """A target of four tokens in float64, a drafter's tree after a prompt, and the target's law at every node."""
+    """A target of four tokens in float64, a drafter's tree (Eagle3's chain) after a prompt, and the target's law at
+    every node.
+    """
 
     VOCABULARY, DEPTH, PROMPT = 4, 3, (1, 3, 0)
 
-    def __init__(self, setting):
+    def __init__(self, setting, head: str = "rnn"):
         self.setting = setting
         config = target_config(self.VOCABULARY)
-        draft = drafter_config(config, "rnn", block_size=self.DEPTH)
+        if head == "eagle3":
+            draft, tree = pair_config(config, block_size=self.DEPTH), None
+        else:
+            draft, tree = drafter_config(config, head, block_size=self.DEPTH), TreeSpec(k=2, width=2, budget=8)
         self.target = random_target(config, 5, jnp.float64)
         self.drafter = random_drafter(draft, self.target)
         self.config = DecodeConfig(
             target=config,
             drafter=draft,
-            tree=TreeSpec(k=2, width=2, budget=8),
+            tree=tree,
             max_new_tokens=8,
             verifier=Verifier.TARGET_WALK,
         )
@@ -78,11 +83,17 @@ class Enumerated:
         return law
 
 
-@pytest.mark.parametrize("setting", [(1.0, 0, 1.0, 0.0), (0.7, 0, 0.8, 0.0), (0.0, 0, 1.0, 0.0)])
-def test_the_target_walk_keeps_the_law(setting):
+@pytest.mark.parametrize(
+    ("setting", "head"),
+    [
+        *(((temperature, 0, top_p, 0.0), "rnn") for temperature, top_p in ((1.0, 1.0), (0.7, 0.8), (0.0, 1.0))),
+        ((1.0, 0, 0.9, 0.0), "eagle3"),
+    ],
+)
+def test_the_target_walk_keeps_the_law(setting, head):
     """Every sequence that the target can draw, walked down the tree and completed by the target's own law."""
     with jax.enable_x64(True):
-        case = Enumerated(setting)
+        case = Enumerated(setting, head)
         expected = case.law()
         proposal, laws = case.tree()
         drawn = np.array(list(itertools.product(range(case.VOCABULARY), repeat=case.DEPTH + 1)), np.int32)

@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.io import InputError
 from dspark_jax.training.step import TrainState
 

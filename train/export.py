@@ -4,12 +4,12 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters.dspark import DrafterParams, declare_drafter
+from dspark_jax.config import DraftModelConfig
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.io import InputError, Target, describe_target, read_json, save_drafter
 from dspark_jax.io.drafter_config import drafter_config_from_fields
 from dspark_jax.parameters import abstract
-from dspark_jax.training.step import with_frozen
+from dspark_jax.training.step import declare_trainable, with_frozen
 from train.checkpoints import Checkpoints
 
 CHECKPOINTS = "checkpoints"
@@ -36,11 +36,16 @@ class ExportConfig:
 
 
 def export(
-    checkpoints: Checkpoints, step: int, config: DrafterConfig, target: Target, output: Path, dtype: str, deepspec: bool
+    checkpoints: Checkpoints,
+    step: int,
+    config: DraftModelConfig,
+    target: Target,
+    output: Path,
+    dtype: str,
+    deepspec: bool,
 ) -> None:
     """Writes the drafter of one checkpoint, with the target's embedding and head."""
-    declaration = declare_drafter(config).replace(embed_tokens=None, lm_head=None)
-    params: DrafterParams = checkpoints.restore_params(step, abstract(declaration))
+    params: DrafterParams = checkpoints.restore_params(step, abstract(declare_trainable(config)))
     save_drafter(
         output,
         config,

@@ -20,6 +20,14 @@ _AT_LEAST_ONE = ("num_layers", "block_size", "sliding_window", "draft_vocab_size
                  "max_not_finite")  # fmt: skip
 
 
+class DrafterKind(enum.Enum):
+    """DFlash and JetSpec are options of DSpark; MTP is one multi-token-prediction module."""
+
+    DSPARK = "dspark"
+    EAGLE3 = "eagle3"
+    MTP = "mtp"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitConfig:
     """Train a drafter for a frozen target.
@@ -39,10 +47,14 @@ class FitConfig:
     held_out_data: tuple[Path, ...] = ()
     """Files to choose the best checkpoint on; by default 2% of the data, held out of training."""
 
+    kind: DrafterKind | None = None
+    """Kind of a fresh drafter, dspark by default. This and the next eleven options are fixed by --init; another kind
+    has few of them."""
     num_layers: int | None = None
-    """Layers of a fresh drafter, 5 by default. This and the next ten options are fixed by --init."""
+    """Layers, 5 by default."""
     block_size: int | None = None
-    """Slots of a block, 7 by default: each drafts a token, but the first if --no-sample-from-anchor."""
+    """Slots of a block, 7 by default: each drafts a token, but the first if --no-sample-from-anchor. The drafts of a
+    round of Eagle3."""
     sample_from_anchor: bool | None = None
     """Whether slot k predicts the token at anchor+k+1 (yes by default), not at anchor+k as in the first DFlash."""
     causal_block: bool | None = None

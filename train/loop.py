@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.targets.decoder import TargetParams
 from dspark_jax.training.step import TrainConfig, TrainState, eval_step, train_step, train_step_metrics
 from train.checkpoints import Checkpoints

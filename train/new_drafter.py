@@ -6,22 +6,36 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from dspark_jax.config import DecoderConfig, DrafterConfig, MarkovHeadType, default_taps
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.config import (
+    DecoderConfig,
+    DrafterConfig,
+    DraftModelConfig,
+    Eagle3Config,
+    MarkovHeadType,
+    MTPConfig,
+    default_taps,
+)
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.io import InputError, Target, load_drafter
 from dspark_jax.io.drafter_config import check_against_target
+from dspark_jax.layers.linear import Linear
+from dspark_jax.targets.decoder import head_weight
 from dspark_jax.training.draft_vocabulary import most_frequent_ids
 from dspark_jax.training.step import init_params, trainable
 from train.data import Documents
-from train.fit_config import FitConfig
+from train.fit_config import DrafterKind, FitConfig
 
-_SHAPE = ("num_layers", "block_size", "sample_from_anchor", "causal_block", "markov_rank", "markov_head_type",
+_SHAPE = ("kind", "num_layers", "block_size", "sample_from_anchor", "causal_block", "markov_rank", "markov_head_type",
           "confidence_head", "target_layer_ids", "mask_token_id", "draft_vocab_size", "sliding_window")  # fmt: skip
+# What only DSpark's kind has, and what multi-token prediction lacks besides.
+_BLOCKS_ONLY = ("num_layers", "sample_from_anchor", "causal_block", "markov_rank", "markov_head_type",
+                "confidence_head", "mask_token_id", "sliding_window")  # fmt: skip
+_NOT_MTP = ("block_size", "target_layer_ids")
 
 
 def initial_drafter(
     config: FitConfig, target: Target, documents: Documents, key: Key[Array, ""]
-) -> tuple[DrafterConfig, DrafterParams]:
+) -> tuple[DraftModelConfig, DrafterParams]:
     """Config and trainable parameters before the first step.
 
     Raises:
@@ -34,18 +48,26 @@ def initial_drafter(
         drafter = load_drafter(config.init, target=target, allow_config_keys=config.allow_config_key)
         return dataclasses.replace(drafter.config, num_anchors=config.num_anchors), trainable(drafter.params)
     vocab_size = target.config.vocab_size
-    mask = config.mask_token_id
-    if mask is None:
-        mask = default_mask_token_id(target, documents.counts(vocab_size, trained_only=False))
     try:
-        drafter_config = fresh_config(config, target, mask)
+        if config.kind in (None, DrafterKind.DSPARK):
+            mask = config.mask_token_id
+            if mask is None:
+                mask = default_mask_token_id(target, documents.counts(vocab_size, trained_only=False))
+            drafter_config = fresh_config(config, target, mask)
+        else:
+            drafter_config = fresh_pair_config(config, target)
         check_against_target(drafter_config, target.config)
         ids: Int[np.ndarray, "V_d"] | None = None
         if drafter_config.reduced_vocabulary:
             ids = most_frequent_ids(documents.counts(vocab_size, trained_only=True), drafter_config.draft_vocab_size)
     except ValueError as error:
         raise InputError(f"drafter options: {error}") from error
-    return drafter_config, init_params(drafter_config, key, None if ids is None else jax.numpy.asarray(ids))
+    params = init_params(drafter_config, key, None if ids is None else jax.numpy.asarray(ids))
+    if isinstance(drafter_config, Eagle3Config):
+        # Its own head learns faster from the target's than from noise.
+        head = head_weight(target.params).astype(jax.numpy.float32)
+        params = params.replace(lm_head=Linear(weight=head if ids is None else head[ids]))
+    return drafter_config, params
 
 
 def fresh_config(config: FitConfig, target: Target, mask_token_id: int) -> DrafterConfig:
@@ -73,6 +95,33 @@ def fresh_config(config: FitConfig, target: Target, mask_token_id: int) -> Draft
         confidence_head_with_markov=rank > 0,
         num_anchors=config.num_anchors,
         draft_vocab_size=choice(config.draft_vocab_size, 0),
+    )
+
+
+def fresh_pair_config(config: FitConfig, target: Target) -> Eagle3Config | MTPConfig:
+    """An Eagle3 drafter or a multi-token-prediction module, whose layer is like the target's. Eagle3's layer is of the
+    Llama family whatever the target's. ValueError for options that make none, InputError for those of other kinds.
+    """
+    kind = config.kind
+    for name in (*_BLOCKS_ONLY, *(_NOT_MTP if kind is DrafterKind.MTP else ())):
+        if getattr(config, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')}: --kind {kind.value} has no such option; leave it out")
+    shared = {field.name: getattr(target.config, field.name) for field in dataclasses.fields(DecoderConfig)} | {
+        "model_type": target.config.model_type,
+        "num_hidden_layers": 1,
+        "sliding_windows": (),
+        "num_target_layers": target.config.num_hidden_layers,
+        "num_anchors": config.num_anchors,
+        "draft_vocab_size": config.draft_vocab_size or 0,
+    }
+    if kind is DrafterKind.MTP:
+        return MTPConfig(**shared)
+    taps = config.target_layer_ids
+    shared |= {"model_type": "llama", "qk_norm": False, "attention_bias": False, "mlp_bias": False}
+    return Eagle3Config(
+        **shared,
+        block_size=7 if config.block_size is None else config.block_size,
+        target_layer_ids=default_taps(target.config.num_hidden_layers) if taps is None else taps,
     )
 
 

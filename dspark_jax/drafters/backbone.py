@@ -46,13 +46,16 @@ def context_keys_values(
 
 def block_attention(
     q: Float[Array, "B A block heads D"],
-    k: Float[Array, "B A block kv_heads D"],
-    v: Float[Array, "B A block kv_heads D"],
+    k: Float[Array, "B A keys kv_heads D"],
+    v: Float[Array, "B A keys kv_heads D"],
     context: ContextLayer,
     mask: Bool[Array, "B A block S"],
-    causal: bool,
+    within: Bool[Array, "block keys"] | None = None,
 ) -> Float[Array, "B A block heads D"]:
-    """Softmax in float32 over [context; own block]; `mask` says which context each slot sees."""
+    """Softmax in float32 over [context; own block].
+
+    `mask` says which context each slot sees, `within` which keys of its block, by default all.
+    """
     batch, anchors, slots, heads, width = q.shape
     kv_heads = k.shape[3]
     wide = wide_dtype(q.dtype)
@@ -61,9 +64,8 @@ def block_attention(
     from_context = jnp.einsum("bagknd,bskd->bakngs", q, keys, preferred_element_type=wide)
     from_block = jnp.einsum("bagknd,bajkd->bakngj", q, k, preferred_element_type=wide)
     from_context = jnp.where(mask[:, :, None, None], from_context, jnp.finfo(wide).min)
-    if causal:
-        earlier = jnp.tril(jnp.ones((slots, slots), bool))
-        from_block = jnp.where(earlier[None, None, None, None], from_block, jnp.finfo(wide).min)
+    if within is not None:
+        from_block = jnp.where(within[None, None, None, None], from_block, jnp.finfo(wide).min)
     scores = jnp.concatenate([from_context, from_block], axis=-1) * width**-0.5
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     to_context, to_block = jnp.split(weights, [keys.shape[1]], axis=-1)
@@ -125,13 +127,15 @@ def backbone(
             window,
         )
 
+    within = jnp.tril(jnp.ones((block_size, block_size), bool)) if config.causal_block else None
+
     @jax.checkpoint
     def attend_part(q, k, v, layer_context, mask):
-        return block_attention(q, k, v, layer_context, mask, config.causal_block)
+        return block_attention(q, k, v, layer_context, mask, within)
 
     def attend(q, k, v, layer_context, window):
         if count <= _ANCHOR_CHUNK:
-            return block_attention(q, k, v, layer_context, masks(window), config.causal_block), layer_context
+            return block_attention(q, k, v, layer_context, masks(window), within), layer_context
         outputs = []
         for begin in range(0, count, _ANCHOR_CHUNK):
             part = slice(begin, begin + _ANCHOR_CHUNK)

@@ -1,6 +1,6 @@
 """The DSpark drafter: parallel backbone, Markov head and confidence head. DFlash and JetSpec are the backbone alone."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -25,6 +25,8 @@ class DrafterParams:
     `embed_tokens` and `lm_head` are frozen copies of the target's. `draft_token_ids` lists, ascending, the target id
     of each row of a reduced draft vocabulary; it is None when the vocabulary is whole.
     """
+
+    FROZEN: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head")
 
     embed_tokens: Embedding | None
     fc: Linear

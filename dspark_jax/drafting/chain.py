@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters import dspark, markov
+from dspark_jax.config import DrafterConfig, DraftModelConfig
+from dspark_jax.drafters import dspark, kinds, markov
 from dspark_jax.drafters.confidence import confidence_logits
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.layers.linear import embed, matmul
@@ -80,11 +80,25 @@ def propose_chain(
     confidence_threshold: Float[Array, "R"],
     law: Law | None = None,
 ) -> Proposal:
-    """The confident prefix of a chain over one block's hidden states.
+    """The confident prefix of a chain over one block's hidden states; see `drafted_chain`."""
+    drafted = sequential_stage(params, config, hidden, anchor_tokens, noise, choose)
+    return drafted_chain(params, config, *drafted, anchor_tokens, confidence_threshold, law)
+
+
+def drafted_chain(
+    params: kinds.DrafterParams,
+    config: DraftModelConfig,
+    rows: Int[Array, "R gamma"],
+    logits: Float[Array, "R gamma V_d"],
+    confidence: Float[Array, "R gamma"] | None,
+    anchor_tokens: Int[Array, "R"],
+    confidence_threshold: Float[Array, "R"],
+    law: Law | None = None,
+) -> Proposal:
+    """The confident prefix of drafts that are rows of the draft head, chosen by these logits.
 
     With `law`, the proposal carries log q over the whole target vocabulary (-inf outside a reduced one).
     """
-    rows, logits, confidence = sequential_stage(params, config, hidden, anchor_tokens, noise, choose)
     log_q = None
     if law is not None:
         log_q = law(logits)

@@ -2,7 +2,6 @@
 
 from dspark_jax.io.calibration import Calibration, CalibrationLaw, EdgeMap, load_calibration
 from dspark_jax.io.drafter import Drafter, describe_drafter, load_drafter, save_drafter
-from dspark_jax.io.drafter_config import from_engine_layer_ids, to_engine_layer_ids
 from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import (
     JsonlWriter,
@@ -16,6 +15,7 @@ from dspark_jax.io.files import (
     write_jsonl,
     write_text,
 )
+from dspark_jax.io.layer_ids import from_engine_layer_ids, to_engine_layer_ids
 from dspark_jax.io.prompts import Prompt, PromptEncoder, check_messages, parse_prompt, read_prompts
 from dspark_jax.io.target import Target, TargetDescription, describe_target, load_target, save_target
 from dspark_jax.io.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer

@@ -1,9 +1,10 @@
-"""Drafters: DeepSpec, DFlash and JetSpec folders, read and written exactly."""
+"""Drafters: DeepSpec, DFlash, JetSpec, EAGLE-3 and multi-token-prediction folders, read and written exactly."""
 
 import dataclasses
+import functools
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dspark_jax.config import DrafterConfig, TargetConfig
-from dspark_jax.drafters.dspark import DrafterParams, declare_drafter
+from dspark_jax.config import DrafterConfig, DraftModelConfig, Eagle3Config, MTPConfig, TargetConfig
+from dspark_jax.drafters.kinds import DrafterParams, declare_drafter
 from dspark_jax.io.drafter_config import check_against_target, drafter_config_from_fields, fields_from_drafter_config
 from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import atomic_folder, read_json, write_json
+from dspark_jax.io.mtp_config import stored_name
 from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
 from dspark_jax.io.target import Target, resolve_folder
 from dspark_jax.io.tensors import TensorSource, check_tensors, load_parameters
@@ -35,7 +37,7 @@ _EMBEDDING_TOLERANCE = 0.1
 class Drafter:
     """A loaded drafter. `fingerprint` is a short hash of its config and of some of its stored values."""
 
-    config: DrafterConfig
+    config: DraftModelConfig
     params: DrafterParams
     name: str
     fingerprint: str
@@ -43,7 +45,7 @@ class Drafter:
 
 def describe_drafter(
     source: str | os.PathLike, *, target: TargetConfig | None = None, allow_config_keys: Sequence[str] = ()
-) -> DrafterConfig:
+) -> DraftModelConfig:
     """Reads the config of a drafter, and with a `target` checks it against it, without the weights.
 
     Raises:
@@ -51,7 +53,7 @@ def describe_drafter(
     """
     path = resolve_folder(source) / "config.json"
     try:
-        config = drafter_config_from_fields(read_json(path), allow_config_keys)
+        config = drafter_config_from_fields(read_json(path), allow_config_keys, target)
         if target is not None:
             check_against_target(config, target)
     except ValueError as error:
@@ -67,7 +69,8 @@ def load_drafter(
     mesh: Mesh | None = None,
     allow_config_keys: Sequence[str] = (),
 ) -> Drafter:
-    """Loads a drafter from a folder or hub id of DeepSpec, the original DFlash or JetSpec.
+    """Loads a drafter from a folder or hub id of DeepSpec, the original DFlash, JetSpec, EAGLE-3 (as SpecForge writes
+    it) or one multi-token-prediction module (`mtp_config`).
 
     With a `target` it is checked against it, and the embedding and head that the file may lack are the target's.
     Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`.
@@ -86,21 +89,28 @@ def load_drafter(
         return Drafter(config, params, name, _fingerprint(tensors, config))
 
 
+def _renamed(config: DraftModelConfig) -> Callable[[str], str]:
+    """From a parameter's dotted path to the tensor's name."""
+    return functools.partial(stored_name, config) if isinstance(config, MTPConfig) else str
+
+
 def _load(
-    source: TensorSource, config: DrafterConfig, target: Target | None, dtype: Any, mesh: Mesh | None
+    source: TensorSource, config: DraftModelConfig, target: Target | None, dtype: Any, mesh: Mesh | None
 ) -> DrafterParams:
-    shapes = source.shapes()
+    shapes, rename = source.shapes(), _renamed(config)
     declaration = dataclasses.replace(declare_drafter(config), draft_token_ids=None)
-    taken = [field for field in ("embed_tokens", "lm_head") if f"{field}.weight" not in shapes]
+    taken = [field for field in declaration.FROZEN if rename(f"{field}.weight") not in shapes]
     if taken and target is None:
-        raise InputError(f"{source.path}: tensor {taken[0]}.weight is missing and no target is given to take it from")
+        name = rename(f"{taken[0]}.weight")
+        raise InputError(f"{source.path}: tensor {name} is missing and no target is given to take it from")
     declaration = dataclasses.replace(declaration, **dict.fromkeys(taken))
-    check_tensors(source, declaration, ignored={_D2T, _T2D} if config.reduced_vocabulary else ())
+    mapped = config.reduced_vocabulary or isinstance(config, Eagle3Config)
+    check_tensors(source, declaration, rename, ignored={_D2T, _T2D} if mapped else ())
     if target is not None and "embed_tokens" not in taken:
-        _check_embedding(source, config, target)
-    params = load_parameters(source, declaration, dtype, mesh=mesh, head_dim=config.head_dim)
+        _check_embedding(source, rename("embed_tokens.weight"), target)
+    params = load_parameters(source, declaration, dtype, rename=rename, mesh=mesh, head_dim=config.head_dim)
+    ids = _draft_token_ids(source, config) if config.reduced_vocabulary or _D2T in shapes else None
     if config.reduced_vocabulary:
-        ids = _draft_token_ids(source, config)
         if mesh is not None:
             ids = jax.device_put(ids, jax.NamedSharding(mesh, jax.P()))
         params = params.replace(draft_token_ids=jnp.asarray(ids))
@@ -115,7 +125,7 @@ def _load(
     return params
 
 
-def _fingerprint(source: TensorSource, config: DrafterConfig) -> str:
+def _fingerprint(source: TensorSource, config: DraftModelConfig) -> str:
     """The same whatever the dtype and the mesh that the drafter is loaded with; another after training goes on."""
     digest = hashlib.sha256(repr(config).encode())
     for name, shape in sorted(source.shapes().items()):
@@ -125,9 +135,10 @@ def _fingerprint(source: TensorSource, config: DrafterConfig) -> str:
     return digest.hexdigest()[:16]
 
 
-def _draft_token_ids(source: TensorSource, config: DrafterConfig) -> np.ndarray:
-    """Target ids of the draft vocabulary's rows, int32 [V_d]."""
-    shape = source.shapes().get(_D2T)
+def _draft_token_ids(source: TensorSource, config: DraftModelConfig) -> np.ndarray:
+    """Target ids of the draft vocabulary's rows, int32 [V_d]; `t2d`, where it is there, must mark the same."""
+    shapes = source.shapes()
+    shape = shapes.get(_D2T)
     if shape != (config.draft_vocab_size,):
         found = "missing" if shape is None else f"of shape {list(shape)}"
         raise InputError(f"{source.path}: tensor {_D2T} is {found}; draft_vocab_size is {config.draft_vocab_size}")
@@ -135,25 +146,31 @@ def _draft_token_ids(source: TensorSource, config: DrafterConfig) -> np.ndarray:
     ids = np.arange(config.draft_vocab_size) + offsets
     if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) <= 0).any():
         raise InputError(f"{source.path}: tensor {_D2T} must give ascending target ids under {config.vocab_size}")
+    if _T2D in shapes:
+        marked = np.zeros(config.vocab_size, bool)
+        marked[ids] = True
+        if shapes[_T2D] != marked.shape or (source.read(_T2D, (slice(None),)).astype(bool) != marked).any():
+            raise InputError(
+                f"{source.path}: tensor {_T2D} must mark, of {config.vocab_size} ids, those that {_D2T} gives"
+            )
     return ids.astype(np.int32)
 
 
-def _check_embedding(source: TensorSource, config: DrafterConfig, target: Target) -> None:
+def _check_embedding(source: TensorSource, name: str, target: Target) -> None:
     rows = np.unique(np.linspace(0, target.config.num_valid_tokens - 1, 16).astype(np.int32))
     whole = slice(None)
-    own = np.concatenate([source.read("embed_tokens.weight", (slice(row, row + 1), whole)) for row in rows])
+    own = np.concatenate([source.read(name, (slice(row, row + 1), whole)) for row in rows])
     own = own.astype(np.float64)
     other = np.asarray(target.params.embed_tokens.weight[rows]).astype(np.float64)
     if not np.linalg.norm(own - other) <= _EMBEDDING_TOLERANCE * np.linalg.norm(other):
         raise InputError(
-            f"{source.path}: embed_tokens.weight differs from that of the target {target.name}: "
-            "a drafter of another target"
+            f"{source.path}: {name} differs from that of the target {target.name}: a drafter of another target"
         )
 
 
 def save_drafter(
     folder: str | os.PathLike,
-    config: DrafterConfig,
+    config: DraftModelConfig,
     params: DrafterParams,
     target_config: TargetConfig,
     *,
@@ -162,7 +179,8 @@ def save_drafter(
     deepspec: bool = False,
 ) -> None:
     """Writes a drafter as a folder, which appears whole or not at all: DeepSpec's layout if it is anchor-first, else
-    that of the original DFlash, with the embedding and the head.
+    that of the original DFlash, with the embedding and the head; Eagle3 as SpecForge does, without the embedding;
+    multi-token prediction as `mtp_config` says, without either.
 
     A reduced draft vocabulary is written with a tensor `d2t`, which DeepSpec does not know: `deepspec` refuses it.
     `params` hold the embedding and the head.
@@ -172,7 +190,7 @@ def save_drafter(
       ValueError: the drafter does not fit the target, or the format cannot hold its config.
     """
     check_against_target(config, target_config)
-    if deepspec and config.reduced_vocabulary:
+    if deepspec and isinstance(config, DrafterConfig) and config.reduced_vocabulary:
         raise InputError(
             f"{folder}: a reduced draft vocabulary (draft_vocab_size {config.draft_vocab_size} of "
             f"{config.vocab_size}) cannot be exported as DeepSpec; train with the whole vocabulary"
@@ -184,13 +202,16 @@ def save_drafter(
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "dtype": str(jnp.dtype(dtype)),
     }
-    tensors = {
-        name: np.asarray(array.astype(dtype))
-        for name, array in named_leaves(dataclasses.replace(params, draft_token_ids=None)).items()
-    }
-    if config.reduced_vocabulary:
-        ids = np.asarray(params.draft_token_ids).astype(np.int64)
-        tensors[_D2T] = ids - np.arange(config.draft_vocab_size)
+    # Only DeepSpec's layout repeats what is the target's.
+    unwritten = () if isinstance(config, DrafterConfig) else params.FROZEN
+    written, rename = dataclasses.replace(params, **dict.fromkeys((*unwritten, "draft_token_ids"))), _renamed(config)
+    tensors = {rename(path): np.asarray(array.astype(dtype)) for path, array in named_leaves(written).items()}
+    rows = np.arange(config.draft_vocab_size)
+    ids = np.asarray(params.draft_token_ids).astype(np.int64) if config.reduced_vocabulary else rows
+    if config.reduced_vocabulary or isinstance(config, Eagle3Config):
+        tensors[_D2T] = ids - rows
+    if isinstance(config, Eagle3Config):
+        tensors[_T2D] = np.isin(np.arange(config.vocab_size), ids)
     with atomic_folder(folder) as temporary:
         write_json(temporary / "config.json", fields)
         write_safetensors(temporary / FILE, tensors)

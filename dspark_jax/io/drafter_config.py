@@ -1,11 +1,23 @@
-"""The `config.json` of a DeepSpec, DFlash or JetSpec drafter, both ways. Errors are ValueErrors that name the key."""
+"""The `config.json` of every kind of drafter, both ways. Errors are ValueErrors that name the key.
+
+DeepSpec, DFlash and JetSpec are read and written here, the others in modules of their own.
+"""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dspark_jax import targets
-from dspark_jax.config import DecoderConfig, DrafterConfig, MarkovHeadType, TargetConfig
+from dspark_jax.config import (
+    DecoderConfig,
+    DrafterConfig,
+    DraftModelConfig,
+    Eagle3Config,
+    MarkovHeadType,
+    MTPConfig,
+    TargetConfig,
+)
+from dspark_jax.io import eagle3_config, mtp_config
 from dspark_jax.targets import hf_fields
 
 _ARCHITECTURES = {"llama": "LlamaDSparkModel", "qwen3": "Qwen3DSparkModel"}
@@ -24,29 +36,30 @@ _ONLY = {"input_embedding_scale": 1, "projector_type": "dflash", "shift_label": 
 _TRAINING = ("loss_decay_gamma",)
 
 
-def to_engine_layer_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
-    """Tapped layers as vLLM, GGUF and Speculators count them: indices into Hugging Face's `hidden_states`.
+def drafter_config_from_fields(
+    fields: Mapping[str, Any], allow_keys: Collection[str] = (), target: TargetConfig | None = None
+) -> DraftModelConfig:
+    """The drafter that a `config.json` of DeepSpec, DFlash, JetSpec, EAGLE-3 or multi-token prediction describes.
 
-    Here i is the output of decoder layer i and -1 the embedding; there they are i + 1 and 0.
-    """
-    return tuple(layer + 1 for layer in layer_ids)
-
-
-def from_engine_layer_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
-    """The inverse of `to_engine_layer_ids`."""
-    return tuple(layer - 1 for layer in layer_ids)
-
-
-def drafter_config_from_fields(fields: Mapping[str, Any], allow_keys: Collection[str] = ()) -> DrafterConfig:
-    """The drafter that a `config.json` of DeepSpec, DFlash or JetSpec describes.
+    `target`: says what an EAGLE-3 file of other tools leaves out, where it is known.
 
     Raises:
       ValueError: a layout that is unknown, or a missing, unknown or unsupported key or value.
     """
-    drafter = _drafter_fields(fields)
     architectures = fields.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"architectures must be a list of names, not {architectures!r}")
+    if eagle3_config.ARCHITECTURE in architectures:
+        return eagle3_config.config_from_fields(fields, allow_keys, target)
+    if mtp_config.ARCHITECTURES.intersection(architectures):
+        return mtp_config.config_from_fields(fields, allow_keys)
+    return _block_drafter(fields, architectures, allow_keys)
+
+
+def _block_drafter(
+    fields: Mapping[str, Any], architectures: Sequence[str], allow_keys: Collection[str]
+) -> DrafterConfig:
+    drafter = _drafter_fields(fields)
     sample_from_anchor = _anchor_first(architectures, drafter)
     decoder = {k: v for k, v in fields.items() if k not in _DRAFTER_KEYS and k not in hf_fields.WINDOW}
     base = targets.config_from_hf(decoder, allow_keys)
@@ -130,12 +143,20 @@ def _causal_block(drafter: Mapping[str, Any], anchor_first: bool, windows: Seque
     return True
 
 
-def fields_from_drafter_config(config: DrafterConfig) -> dict[str, Any]:
+def fields_from_drafter_config(config: DraftModelConfig) -> dict[str, Any]:
     """The `config.json` keys that engines read, in both of their forms.
 
     Raises:
       ValueError: what the format cannot say (layers with different windows).
     """
+    if isinstance(config, Eagle3Config):
+        return eagle3_config.fields_from_config(config)
+    if isinstance(config, MTPConfig):
+        return mtp_config.fields_from_config(config)
+    return _block_fields(config)
+
+
+def _block_fields(config: DrafterConfig) -> dict[str, Any]:
     own = {
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
@@ -169,7 +190,7 @@ def fields_from_drafter_config(config: DrafterConfig) -> dict[str, Any]:
     return fields
 
 
-def check_against_target(config: DrafterConfig, target: TargetConfig) -> None:
+def check_against_target(config: DraftModelConfig, target: TargetConfig) -> None:
     """Raises a ValueError that names the first field in which the drafter does not fit the target."""
     for field, own, other in (
         ("hidden_size", config.hidden_size, target.hidden_size),

@@ -24,14 +24,16 @@ class Attention:
     k_norm: Norm | None = None
 
 
-def declare_attention(config: DecoderConfig) -> Attention:
+def declare_attention(config: DecoderConfig, input_size: int | None = None) -> Attention:
+    """`input_size`: width of what queries, keys and values are made from, by default the hidden size."""
     d, std, bias = config.hidden_size, config.initializer_range, config.attention_bias
+    width = d if input_size is None else input_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     return Attention(
-        q_proj=declare_linear(queries, d, ("heads", "embed"), bias, std),
-        k_proj=declare_linear(keys, d, ("kv_heads", "embed"), bias, std),
-        v_proj=declare_linear(keys, d, ("kv_heads", "embed"), bias, std),
+        q_proj=declare_linear(queries, width, ("heads", "embed"), bias, std),
+        k_proj=declare_linear(keys, width, ("kv_heads", "embed"), bias, std),
+        v_proj=declare_linear(keys, width, ("kv_heads", "embed"), bias, std),
         o_proj=declare_linear(d, queries, ("embed", "heads"), bias, std),
         q_norm=declare_norm(config.head_dim) if config.qk_norm else None,
         k_norm=declare_norm(config.head_dim) if config.qk_norm else None,

@@ -59,6 +59,23 @@ def decoder_layer(
 ) -> tuple[Float[Array, "*rows d"], Any]:
     """One layer over rows of any leading shape; `attend` decides what each row sees and what is cached."""
     h = rms_norm(params.input_layernorm, x, config.rms_norm_eps)
+    return after_input_norm(params, config, x, h, rope, attend, cache, window)
+
+
+def after_input_norm(
+    params: Any,
+    config: DecoderConfig,
+    x: Float[Array, "*rows d"],
+    h: Float[Array, "*rows width"],
+    rope: tuple[Array, Array],
+    attend: Attend,
+    cache: Any,
+    window: int | None,
+) -> tuple[Float[Array, "*rows d"], Any]:
+    """The rest of a layer: attention over what is made from `h`, and the MLP, each added to `x`.
+
+    `params` has the fields of a `DecoderLayer` but, maybe, other norms of its input.
+    """
     q = project_queries(params.self_attn, config, h, rope)
     k, v = project_keys_values(params.self_attn, config, h, rope)
     out, cache = attend(q, k, v, cache, window)

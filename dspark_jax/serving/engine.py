@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax.decode_state import Requests
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.sampling import request_keys, sampling_params
 from dspark_jax.scheduling.policy import PolicyKind
 from dspark_jax.scheduling.stale_capacity import StaleCapacity

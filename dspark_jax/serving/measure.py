@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dspark_jax.decode_state import DecodeState, Requests
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.proposals import Proposal
 from dspark_jax.sampling import request_keys, sampling_params
 from dspark_jax.scheduling.policy import Policy

@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.decode_state import DecodeConfig, DecodeState, Requests
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.proposals import Proposal
 from dspark_jax.rounds import (
     anchors_alone,

@@ -12,11 +12,11 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters import dspark, markov
+from dspark_jax.config import DrafterConfig, DraftModelConfig
+from dspark_jax.drafters import dspark, markov, pairs
 from dspark_jax.drafters.backbone import backbone, context_features, context_keys_values
 from dspark_jax.drafters.confidence import confidence_logits
-from dspark_jax.drafters.dspark import DrafterParams
+from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.layers.linear import embed, matmul
 from dspark_jax.training.anchors import Batch, Blocks, gather_teacher
 
@@ -25,14 +25,16 @@ from dspark_jax.training.anchors import Batch, Blocks, gather_teacher
 class LossConfig:
     """Weights of the terms; the defaults are DSpark's.
 
-    `forward_kl`: KL(p_target ‖ q_draft) at temperature 1 (JetSpec). `decay`: draft k weighs exp(-k / decay) in every
-    term; infinite for uniform weights. `detach_confidence_features`: the confidence loss does not train the backbone.
-    `chunk`: positions whose vocabulary-sized rows exist at one time.
+    `forward_kl`: KL(p_target ‖ q_draft) at temperature 1 (JetSpec). `soft_cross_entropy`: against the target's law
+    among the draft vocabulary, where the target's best token is part of it (EAGLE-3, as SpecForge trains it).
+    `decay`: draft k weighs exp(-k / decay) in every term; infinite for uniform weights. `detach_confidence_features`:
+    the confidence loss does not train the backbone. `chunk`: positions whose vocabulary-sized rows exist at one time.
     """
 
     cross_entropy: float = 0.1
     total_variation: float = 0.9
     forward_kl: float = 0.0
+    soft_cross_entropy: float = 0.0
     confidence: float = 1.0
     decay: float = 4.0
     detach_confidence_features: bool = False
@@ -51,6 +53,7 @@ class LossSums:
     cross_entropy_weight: Float[Array, ""]
     total_variation: Float[Array, ""]
     forward_kl: Float[Array, ""]
+    soft_cross_entropy: Float[Array, ""]
     confidence: Float[Array, ""]
     weight: Float[Array, ""]
     acceptance: Float[Array, "gamma"]
@@ -63,7 +66,7 @@ class LossSums:
 def zero_sums(gamma: int) -> LossSums:
     """What sums are added to."""
     scalar, slots = jnp.zeros((), jnp.float32), jnp.zeros((gamma,), jnp.float32)
-    return LossSums(scalar, scalar, scalar, scalar, scalar, scalar, slots, slots, slots, scalar, scalar)
+    return LossSums(scalar, scalar, scalar, scalar, scalar, scalar, scalar, slots, slots, slots, scalar, scalar)
 
 
 def slot_weights(blocks: Blocks, decay: float) -> Float[Array, "B A gamma"]:
@@ -73,7 +76,7 @@ def slot_weights(blocks: Blocks, decay: float) -> Float[Array, "B A gamma"]:
     return jnp.where(blocks.slots, weights[None, None], 0.0)
 
 
-def draft_rows(params: DrafterParams, config: DrafterConfig, ids: Int[Array, "..."]) -> Int[Array, "..."]:
+def draft_rows(params: DrafterParams, config: DraftModelConfig, ids: Int[Array, "..."]) -> Int[Array, "..."]:
     """Rows of the draft head of target ids; -1 for ids outside a reduced draft vocabulary."""
     if params.draft_token_ids is None:
         return ids
@@ -91,18 +94,22 @@ def vocabulary_terms(
     rows: Int[Array, "n"],
     num_valid_tokens: int,
     chunk: int,
-) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
-    """Cross-entropy against the draft row, ‖p_d - p_t‖₁ (0 to 2), KL(p_t ‖ p_d), whether the best row is the true one.
+) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
+    """Cross-entropy against the draft row, ‖p_d - p_t‖₁ (0 to 2), KL(p_t ‖ p_d), soft cross-entropy, whether the best
+    row is the true one.
 
     Temperature 1, float32. A row of -1 (true token outside the draft vocabulary) gives cross-entropy 0. Mass of the
     target outside the draft vocabulary counts fully in the L1 distance. There the KL, which would be infinite, is the
-    sum of p_t·log(p_t / p_d) over the tokens that are present, p_t not renormalised, and may be under 0. Gradients
-    flow to `hidden`, `latents` and W2.
+    sum of p_t·log(p_t / p_d) over the tokens that are present, p_t not renormalised, and may be under 0. The soft
+    cross-entropy is -Σ p·log p_d, p being p_t renormalised over the present tokens; it is 0 where the target's best
+    token is not among them. Gradients flow to `hidden`, `latents`, W2 and a head of the drafter's own.
     """
     count = hidden.shape[0]
     chunk = min(chunk, count)
     padding = -count % chunk
-    head = jax.lax.stop_gradient(params.lm_head.weight)
+    head = params.lm_head.weight
+    if "lm_head" in params.FROZEN:
+        head = jax.lax.stop_gradient(head)
     teacher_head = jax.lax.stop_gradient(teacher_head)
 
     @jax.checkpoint
@@ -117,16 +124,23 @@ def vocabulary_terms(
             teacher_logits = jnp.where(real, teacher_logits, -jnp.inf)
         p_target = jax.nn.softmax(teacher_logits, axis=-1)
         absent = jnp.zeros(hidden.shape[0], jnp.float32)
+        best_is_present = jnp.ones(hidden.shape[0], bool)
         if params.draft_token_ids is not None:
+            most = jnp.max(p_target, axis=-1)
             p_target = p_target[:, params.draft_token_ids]
+            best_is_present = jnp.max(p_target, axis=-1) >= most
             absent = jnp.maximum(1.0 - jnp.sum(p_target, axis=-1), 0.0)
         log_draft = jax.nn.log_softmax(logits, axis=-1)
         distance = jnp.sum(jnp.abs(jnp.exp(log_draft) - p_target), axis=-1) + absent
         forward_kl = jnp.sum(jax.scipy.special.xlogy(p_target, p_target) - p_target * log_draft, axis=-1)
+        mass = jnp.sum(p_target, axis=-1)
+        soft = -jnp.sum(p_target * log_draft, axis=-1) / jnp.where(best_is_present, mass, 1.0)
+        soft = jnp.where(best_is_present, soft, 0.0)
         present = rows >= 0
         truth = jnp.take_along_axis(log_draft, jnp.maximum(rows, 0)[:, None], axis=-1)[:, 0]
         best = jnp.argmax(logits, axis=-1).astype(rows.dtype)
-        return jnp.where(present, -truth, 0.0), distance, forward_kl, (best == rows).astype(jnp.float32)
+        agreement = (best == rows).astype(jnp.float32)
+        return jnp.where(present, -truth, 0.0), distance, forward_kl, soft, agreement
 
     def split(x):
         x = jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)))
@@ -139,12 +153,15 @@ def vocabulary_terms(
 
 def draft_blocks(
     params: DrafterParams,
-    config: DrafterConfig,
+    config: DraftModelConfig,
     features: Float[Array, "B T features"],
     batch: Batch,
     blocks: Blocks,
 ) -> Float[Array, "B A gamma d"]:
-    """h of every draft of every block: the parallel stage, trained."""
+    """h of every draft of every block: the parallel stage, or all steps of a kind without one, trained."""
+    if not isinstance(config, DrafterConfig):
+        row = (batch.tokens, batch.positions, batch.document_ids)
+        return pairs.teacher_forced(params, config, features, *row, blocks.anchors, blocks.previous)
     context = context_features(params.fc, params.hidden_norm, config, features)
     layers = context_keys_values(params.layers, config, context, batch.positions)
     anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
@@ -156,7 +173,7 @@ def draft_blocks(
 
 def block_losses(
     params: DrafterParams,
-    config: DrafterConfig,
+    config: DraftModelConfig,
     loss: LossConfig,
     teacher_head: Float[Array, "V d"],
     features: Float[Array, "B T features"],
@@ -165,10 +182,10 @@ def block_losses(
     blocks: Blocks,
     num_valid_tokens: int,
 ) -> LossSums:
-    """Sums of the terms over a batch. `features`, `last_hidden`: the frozen target's taps and post-norm states."""
+    """Sums of the terms over a batch. `features`: `target_features` of the frozen target, `last_hidden` post-norm."""
     hidden = draft_blocks(params, config, features, batch, blocks)
     previous = latents = None
-    if params.markov_head is not None:
+    if config.markov_rank:
         previous = embed(params.markov_head.markov_w1, blocks.previous, hidden.dtype)
         latents = markov.latents(params.markov_head, config, previous, hidden)
     teacher = gather_teacher(last_hidden, blocks.anchors, config.num_drafts)
@@ -187,11 +204,11 @@ def block_losses(
         num_valid_tokens,
         loss.chunk,
     )
-    cross_entropy, distance, forward_kl, agreement = (x.reshape(blocks.slots.shape) for x in terms)
+    cross_entropy, distance, forward_kl, soft, agreement = (x.reshape(blocks.slots.shape) for x in terms)
     weights = slot_weights(blocks, loss.decay)
     confidence = jnp.zeros((), jnp.float32)
     accept = 1.0 - 0.5 * distance
-    if params.confidence_head is not None:
+    if config.enable_confidence_head:
         inputs = (previous, hidden)
         if loss.detach_confidence_features:
             inputs = jax.lax.stop_gradient(inputs)
@@ -205,6 +222,7 @@ def block_losses(
         cross_entropy_weight=jnp.sum(jnp.where(rows >= 0, weights, 0.0)),
         total_variation=jnp.sum(weights * distance),
         forward_kl=jnp.sum(weights * forward_kl),
+        soft_cross_entropy=jnp.sum(weights * soft),
         confidence=confidence,
         weight=jnp.sum(weights),
         acceptance=jnp.sum(accept * slots, axis=(0, 1)),
@@ -223,5 +241,6 @@ def total_loss(sums: LossSums, loss: LossConfig, weight, cross_entropy_weight) -
         loss.cross_entropy * sums.cross_entropy / cross_entropy_weight
         + loss.total_variation * sums.total_variation / weight
         + loss.forward_kl * sums.forward_kl / weight
+        + loss.soft_cross_entropy * sums.soft_cross_entropy / weight
         + loss.confidence * sums.confidence / weight
     )

@@ -9,8 +9,8 @@ import optax
 from flax import struct
 from jaxtyping import Array, Int, Key
 
-from dspark_jax.config import DrafterConfig, TargetConfig
-from dspark_jax.drafters.dspark import DrafterParams, declare_drafter
+from dspark_jax.config import DraftModelConfig, TargetConfig
+from dspark_jax.drafters.kinds import DrafterParams, declare_drafter, first_anchor, target_features
 from dspark_jax.layers.linear import Linear
 from dspark_jax.parameters import initialize
 from dspark_jax.targets.decoder import TargetParams, forward_documents, head_weight
@@ -32,7 +32,7 @@ class TrainConfig:
     """Everything static about a train step."""
 
     target: TargetConfig
-    drafter: DrafterConfig
+    drafter: DraftModelConfig
     total_steps: int
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -54,29 +54,38 @@ def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def trainable(params: DrafterParams) -> DrafterParams:
-    """The float32 masters of what is trained: all but the copies of the target's embedding and head."""
-    masters = jax.tree.map(
-        lambda x: x.astype(jnp.float32),
-        params.replace(embed_tokens=None, lm_head=None, draft_token_ids=None),
-    )
+    """The float32 masters of what is trained: all but the copies of the target's embedding and maybe head."""
+    trained = params.replace(**dict.fromkeys(params.FROZEN), draft_token_ids=None)
+    masters = jax.tree.map(lambda x: x.astype(jnp.float32), trained)
     return masters.replace(draft_token_ids=params.draft_token_ids)
 
 
 def with_frozen(params: DrafterParams, target: TargetParams) -> DrafterParams:
-    """Adds the target's embedding and head, the head cut to the draft vocabulary where that is reduced."""
+    """Adds the target's embedding and, unless the drafter has one of its own, the target's head, cut to the draft
+    vocabulary where that is reduced.
+    """
+    params = params.replace(embed_tokens=target.embed_tokens)
+    if "lm_head" not in params.FROZEN:
+        return params
     head = head_weight(target)
     if params.draft_token_ids is not None:
         head = head[params.draft_token_ids]
-    return params.replace(embed_tokens=target.embed_tokens, lm_head=Linear(weight=head))
+    return params.replace(lm_head=Linear(weight=head))
+
+
+def declare_trainable(config: DraftModelConfig) -> DrafterParams:
+    """The declaration of a drafter without what is the target's."""
+    declaration = declare_drafter(config)
+    return declaration.replace(**dict.fromkeys(declaration.FROZEN))
 
 
 def init_params(
-    config: DrafterConfig, key: Key[Array, ""], draft_token_ids: Int[Array, "V_d"] | None = None
+    config: DraftModelConfig, key: Key[Array, ""], draft_token_ids: Int[Array, "V_d"] | None = None
 ) -> DrafterParams:
     """Fresh trainable parameters. A reduced draft vocabulary needs its ascending target ids."""
     if (draft_token_ids is None) == config.reduced_vocabulary:
         raise ValueError("draft_token_ids must be given exactly when draft_vocab_size is smaller than vocab_size")
-    declaration = declare_drafter(config).replace(embed_tokens=None, lm_head=None, draft_token_ids=None)
+    declaration = declare_trainable(config).replace(draft_token_ids=None)
     return initialize(declaration, key).replace(draft_token_ids=draft_token_ids)
 
 
@@ -88,6 +97,7 @@ def init_train_state(config: TrainConfig, key: Key[Array, ""], params: DrafterPa
 
 def _blocks(config: TrainConfig, key, batch: Batch):
     anchors, kept = sample_anchors(key, batch, config.drafter.num_anchors)
+    kept &= jnp.take_along_axis(batch.positions, anchors, axis=1) >= first_anchor(config.drafter)
     return make_blocks(batch, anchors, kept, config.drafter.num_drafts)
 
 
@@ -99,7 +109,8 @@ def batch_losses(
     out = forward_documents(
         target, config.target, batch.tokens, batch.positions, batch.document_ids, config.drafter.target_layer_ids
     )
-    features, hidden = jax.lax.stop_gradient((out.features.astype(dtype), out.hidden))
+    features = target_features(config.drafter, out).astype(dtype)
+    features, hidden = jax.lax.stop_gradient((features, out.hidden))
     return block_losses(
         with_frozen(params, target),
         config.drafter,
@@ -129,6 +140,7 @@ def train_step_metrics(sums: LossSums, config: TrainConfig) -> dict[str, Array]:
         "cross_entropy": sums.cross_entropy / jnp.maximum(sums.cross_entropy_weight, 1e-6),
         "total_variation": 0.5 * sums.total_variation / weight,
         "forward_kl": sums.forward_kl / weight,
+        "soft_cross_entropy": sums.soft_cross_entropy / weight,
         "confidence_loss": sums.confidence / weight,
         "acceptance": sums.acceptance / slots,
         "agreement": sums.agreement / slots,

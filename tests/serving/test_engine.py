@@ -128,6 +128,17 @@ def test_a_measured_table_serves():
     assert len(list(engine.generate(served.requests()[:3]))) == 3
 
 
+def test_drafts_one_after_the_other_are_served():
+    """Eagle3, whose cache takes each token with the feature before it, over chunks of prompts and reused slots."""
+    served = Served(head="eagle3")
+    expected = served.expected()
+    lengths, engine = [], served.engine(buckets=(4 * SLOTS,))
+    for result in engine.generate(served.requests()):
+        assert list(result.tokens) == expected[result.id]
+        lengths += result.accepted_lengths
+    assert max(lengths) > 1
+
+
 def test_trees_are_served():
     served = Served(tree=TreeSpec(k=2, budget=6))
     expected = served.expected()

@@ -96,7 +96,9 @@ def test_goldens(name):
 
 
 def reference_terms(logits, teacher, rows, ids, num_valid_tokens):
-    """Cross-entropy, L1 distance, forward KL and agreement from whole logits, and ∂KL/∂logits, in numpy float64."""
+    """Cross-entropy, L1 distance, forward KL, soft cross-entropy and agreement from whole logits, and ∂KL/∂logits, in
+    numpy float64.
+    """
 
     def softmax(x):
         e = np.exp(x - x.max(-1, keepdims=True))
@@ -111,8 +113,10 @@ def reference_terms(logits, teacher, rows, ids, num_valid_tokens):
     present = p[:, ids]
     log_ratio = np.log(np.where(present > 0, present, 1)) - np.log(q)
     forward_kl = np.where(present > 0, present * log_ratio, 0).sum(-1)
+    law = present / present.sum(-1, keepdims=True)
+    soft = np.where(np.isin(p.argmax(-1), ids), -(law * np.log(q)).sum(-1), 0)
     slope = present.sum(-1, keepdims=True) * q - present
-    return (truth, distance, forward_kl, q.argmax(-1) == rows), slope
+    return (truth, distance, forward_kl, soft, q.argmax(-1) == rows), slope
 
 
 @pytest.mark.parametrize(("draft_vocab_size", "num_valid_tokens"), [(11, 11), (11, 9), (6, 9)])

@@ -15,6 +15,7 @@ import pytest
 from dspark_jax.proposals import Proposal, chain
 from dspark_jax.verification.block import verify_block
 from dspark_jax.verification.rejection import reject
+from tests.verification.test_lossless import EveryDraft
 
 VOCABULARY, GAMMA = 4, 3
 DRAFTS = np.array(list(itertools.product(range(VOCABULARY), repeat=GAMMA)))
@@ -204,6 +205,20 @@ def reference(p, q, draft, length: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("name", CASES)
 def test_block_verification_keeps_the_targets_law(name):
     assert total_variation(random_case(*CASES[name]), whole()) < 1e-12
+
+
+def test_drafting_one_after_the_other_keeps_the_targets_law():
+    """An Eagle3 drafter's own laws of every draft, and its target's, through the verifier."""
+    with jax.enable_x64(True):
+        drafted = EveryDraft("eagle3", VOCABULARY, (1.0, 0, 1.0, 0.0), vocabulary=VOCABULARY)
+    np.testing.assert_array_equal(drafted.rows, DRAFTS)
+
+    def laws(logs) -> list[np.ndarray]:
+        rows = np.exp(np.asarray(logs)).reshape(*(VOCABULARY,) * GAMMA, -1, VOCABULARY)
+        # After d tokens the law is that of any draft that begins with them.
+        return [rows[(slice(None),) * d + (0,) * (GAMMA - d) + (d,)] for d in range(rows.shape[-2])]
+
+    assert total_variation(Case(laws(drafted.log_p), laws(drafted.proposal.log_q)), whole()) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["far 1", "close 2", "sparse 0"])

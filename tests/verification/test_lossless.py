@@ -11,19 +11,28 @@ from scipy import stats
 
 import dspark_jax
 from dspark_jax.decode_state import DecodeConfig
-from dspark_jax.drafters import dspark
-from dspark_jax.drafting.chain import propose_chain
+from dspark_jax.drafters import kinds
+from dspark_jax.drafting.propose import propose
 from dspark_jax.layers.kv_cache import init_cache
 from dspark_jax.sampling import choose, filter_logits, log_law, position_noise, request_keys, sampling_params
 from dspark_jax.targets.decoder import forward_cached, forward_documents, target_logits
 from dspark_jax.verification.rejection import acceptance_log_probability, reject, residual_log_law
 from dspark_jax.verification.verifier import Verifier
 from dspark_jax.verification.walk import walk
-from tests.models import HEADS, drafter_config, pad, random_drafter, random_target, target_config
+from tests.models import (
+    HEADS,
+    PAIR_KINDS,
+    drafter_config,
+    pad,
+    pair_config,
+    random_drafter,
+    random_target,
+    target_config,
+)
 from tests.test_sampling import reference_law
 
 VOCABULARY, GAMMA = 5, 3
-PROMPT = [1, 4, 0, 2]
+PROMPT = [1, 3, 0, 2]
 SETTINGS = {"warm": (1.0, 0, 1.0, 0.0), "nucleus": (0.8, 0, 0.75, 0.0), "greedy": (0.0, 0, 1.0, 0.0)}
 
 
@@ -56,17 +65,21 @@ def one_round(target, drafter, config, draft_config, rows, sampling, threshold):
     start = jnp.zeros(count, jnp.int32)
     cache = init_cache(config, count, 16, jnp.float64)
     read = forward_cached(target, config, prompt, start, cache, draft_config.target_layer_ids)
-    state = dspark.init_state(draft_config, count, 16, jnp.float64)
-    state = dspark.extend(drafter, draft_config, state, read.features, start)
+    state = kinds.init_state(draft_config, count, 16, jnp.float64)
+    features = kinds.target_features(draft_config, read)
     positions = jnp.full(count, context, jnp.int32)
+    state = kinds.extend(drafter, draft_config, state, prompt, features, start, positions)
     anchors = jnp.full(count, PROMPT[-1], jnp.int32)
-    proposal = propose_chain(
+    proposal = propose(
         drafter,
         draft_config,
-        dspark.block_hidden(drafter, draft_config, state, anchors, positions),
+        None,
+        state,
+        kinds.block_hidden(drafter, draft_config, state, anchors, positions),
         anchors,
+        positions,
         rows,
-        lambda logits, forced: forced,
+        lambda logits, forced: jax.nn.one_hot(forced, logits.shape[-1]),
         jnp.broadcast_to(threshold, (count,)),
         lambda logits: log_law(filter_logits(logits, sampling), sampling),
     )
@@ -76,14 +89,18 @@ def one_round(target, drafter, config, draft_config, rows, sampling, threshold):
 
 
 class EveryDraft:
-    """One round with every possible draft of γ tokens as one request of a batch, in float64."""
+    """One round with every possible draft of γ tokens (one for MTP) as one request of a batch, in float64."""
 
-    def __init__(self, head: str, draft_vocab_size: int, setting, truncated: bool = False):
-        self.target_config = target_config(VOCABULARY)
-        config = drafter_config(self.target_config, head, block_size=GAMMA, draft_vocab_size=draft_vocab_size)
+    def __init__(self, head: str, draft_vocab_size: int, setting, truncated: bool = False, vocabulary=VOCABULARY):
+        self.target_config = target_config(vocabulary)
+        if head in PAIR_KINDS:
+            config = pair_config(self.target_config, head, draft_vocab_size=draft_vocab_size)
+        else:
+            config = drafter_config(self.target_config, head, block_size=GAMMA, draft_vocab_size=draft_vocab_size)
         self.target = random_target(self.target_config, dtype=jnp.float64)
         drafter = random_drafter(config, self.target)
-        self.rows = np.array(list(itertools.product(range(draft_vocab_size), repeat=GAMMA)), np.int32)
+        self.gamma = config.num_drafts
+        self.rows = np.array(list(itertools.product(range(draft_vocab_size), repeat=self.gamma)), np.int32)
         self.sampling = sampling_params(len(self.rows), *setting)
         arguments = (self.target, drafter, self.target_config, config, self.rows, self.sampling)
         self.proposal, self.filtered, self.log_p = one_round(*arguments, jnp.asarray(0.0))
@@ -101,12 +118,12 @@ def emitted_law(case: EveryDraft, longer: np.ndarray) -> np.ndarray:
     verified = np.asarray(proposal.valid)[:, 1:].sum(axis=1)
     log_q, log_p = np.asarray(proposal.log_q), np.asarray(case.log_p)
     row = np.arange(len(drafts))[:, None]
-    slot = np.arange(GAMMA)[None]
+    slot = np.arange(case.gamma)[None]
     q_drawn = log_q[row, slot, drafts]
     accept = np.exp(acceptance_log_probability(jnp.asarray(log_p[row, slot, drafts]), jnp.asarray(q_drawn)))
     residual = np.exp(residual_log_law(jnp.asarray(log_p[:, :-1]), jnp.asarray(log_q)))
     residual = residual / residual.sum(axis=-1, keepdims=True)
-    law = np.zeros((VOCABULARY,) * (GAMMA + 1))
+    law = np.zeros((VOCABULARY,) * (case.gamma + 1))
     for i, draft in enumerate(drafts):
         drawn = np.exp(q_drawn[i].sum())
         if drawn == 0:
@@ -132,12 +149,14 @@ def emitted_law(case: EveryDraft, longer: np.ndarray) -> np.ndarray:
         *((head, size, truncated) for head in HEADS[1:] for size in (VOCABULARY, 3) for truncated in (False, True)),
         ("dflash", VOCABULARY, False),
         ("dflash", 3, False),
+        ("eagle3", 3, False),
+        ("mtp", VOCABULARY, False),
     ],
 )
 def test_rejection_sampling_keeps_the_targets_law(head, draft_vocab_size, truncated, setting):
     with jax.enable_x64(True):
         case = EveryDraft(head, draft_vocab_size, SETTINGS[setting], truncated)
-        expected = target_law(case.target_config, case.target, PROMPT, GAMMA + 1, SETTINGS[setting])
+        expected = target_law(case.target_config, case.target, PROMPT, case.gamma + 1, SETTINGS[setting])
         # A law of the rest is needed after any prefix, also where the target itself never goes.
         longer = expected + 1e-300
         law = emitted_law(case, longer)
@@ -187,7 +206,9 @@ def test_reject_follows_the_events_it_is_given():
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize(("head", "draft_vocab_size"), [("vanilla", VOCABULARY), ("dflash", VOCABULARY), ("rnn", 3)])
+@pytest.mark.parametrize(
+    ("head", "draft_vocab_size"), [("vanilla", VOCABULARY), ("dflash", VOCABULARY), ("rnn", 3), ("eagle3", 3)]
+)
 def test_coupled_verification_emits_the_plain_sample_for_every_draft(head, draft_vocab_size, setting):
     """With one noise, every possible draft and every length gives the tokens of plain sampling."""
     with jax.enable_x64(True):

@@ -1,0 +1,50 @@
+"""Drafting one token after the other: a scan whose every step runs the drafter's layer on the draft before it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax.config import DraftModelConfig
+from dspark_jax.drafters import dspark, pairs
+from dspark_jax.drafters.backbone import context_mask
+from dspark_jax.drafters.kinds import DrafterParams
+from dspark_jax.drafters.pairs import PairState
+from dspark_jax.drafting.chain import Choose, Law, drafted_chain
+from dspark_jax.proposals import Proposal
+
+
+def propose_autoregressive(
+    params: DrafterParams,
+    config: DraftModelConfig,
+    state: PairState,
+    anchor_tokens: Int[Array, "R"],
+    anchor_positions: Int[Array, "R"],
+    noise: Any,
+    choose: Choose,
+    confidence_threshold: Float[Array, "R"],
+    law: Law | None = None,
+) -> Proposal:
+    """A chain of all γ drafts: such drafters have no confidence head, so no threshold cuts it.
+
+    `noise` is a tree of arrays [R, γ, …]. With `law`, the proposal carries log q over the whole target vocabulary.
+    """
+    requests, capacity = state.cache.keys.shape[:2]
+    key_positions = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32)[None], (requests, capacity))
+    first = anchor_positions[:, None] - 1
+    mask = context_mask(first, first, key_positions, None, 1, None)
+
+    def draft(carry, item):
+        steps, tokens = carry
+        k, noise_k = item
+        steps, hidden = pairs.draft_step(params, config, state.cache, mask, steps, tokens, first + k, k)
+        logits = dspark.base_logits(params, hidden[:, 0])
+        rows = choose(logits[:, None], jax.tree.map(lambda x: x[:, None], noise_k))
+        return (steps, dspark.target_token_ids(params, rows)), (rows[:, 0], logits)
+
+    begin = (pairs.begin_steps(config, state.hidden[:, None]), anchor_tokens[:, None])
+    items = (jnp.arange(config.num_drafts, dtype=jnp.int32), jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), noise))
+    _, out = jax.lax.scan(draft, begin, items)
+    rows, logits = (jnp.moveaxis(x, 0, 1) for x in out)
+    return drafted_chain(params, config, rows, logits, None, anchor_tokens, confidence_threshold, law)
