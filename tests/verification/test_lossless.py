@@ -32,7 +32,7 @@ from tests.models import (
 from tests.test_sampling import reference_law
 
 VOCABULARY, GAMMA = 5, 3
-PROMPT = [1, 3, 0, 2]
+PROMPT = [1, 4, 0, 2]
 SETTINGS = {"warm": (1.0, 0, 1.0, 0.0), "nucleus": (0.8, 0, 0.75, 0.0), "greedy": (0.0, 0, 1.0, 0.0)}
 
 
@@ -61,7 +61,9 @@ def target_law(config, params, prefix: list[int], length: int, setting) -> np.nd
 def one_round(target, drafter, config, draft_config, rows, sampling, threshold):
     """One round from the state after PROMPT, with each of `rows` forced as one request's draft."""
     count, context = len(rows), len(PROMPT) - 1
-    prompt = jnp.broadcast_to(jnp.asarray(PROMPT, jnp.int32)[None, :-1], (count, context))
+    # A smaller vocabulary than the module's has no token 4.
+    known = [token % config.vocab_size for token in PROMPT[:-1]]
+    prompt = jnp.broadcast_to(jnp.asarray(known, jnp.int32)[None], (count, context))
     start = jnp.zeros(count, jnp.int32)
     cache = init_cache(config, count, 16, jnp.float64)
     read = forward_cached(target, config, prompt, start, cache, draft_config.target_layer_ids)
