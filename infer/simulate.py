@@ -99,8 +99,8 @@ class SimulateOptions:
     """To record: keep tokens at least this likely relative to the likeliest; 0 keeps all."""
     batch_size: int = 8
     """To record: requests decoded together."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """To record: type of weights and caches."""
+    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """To record: type of weights and caches; int8 is of the weights of products alone."""
     enable_thinking: bool | None = None
     """To record: passed to the chat template as true or false; else its default."""
     allow_config_key: tuple[str, ...] = ()

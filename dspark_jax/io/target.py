@@ -17,7 +17,7 @@ from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import atomic_folder, read_json, write_json
 from dspark_jax.io.gguf import GgufFile
 from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
-from dspark_jax.io.tensors import TensorSource, check_tensors, load_parameters, stored_names
+from dspark_jax.io.tensors import INT8, TensorSource, check_tensors, load_parameters, stored_names
 from dspark_jax.io.tokenizer import Tokenizer, load_tokenizer
 from dspark_jax.parameters import named_leaves
 from dspark_jax.targets.decoder import TargetParams, declare_target
@@ -52,12 +52,14 @@ def load_target(
     """Loads a target: a Hugging Face folder, a hub id such as "Qwen/Qwen3-4B", or a .gguf file.
 
     Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`; each device reads its part only.
+    With dtype "int8" the weights of products are quantised (`layers.quantized`), everything else is float32.
     `stacked_layers` stores the layers as one tree with a leading axis. `allow_config_keys` names unknown keys of
     the config that may be ignored. `config.num_valid_tokens` is the tokenizer's where it has fewer ids than the
     vocabulary has rows.
 
     Raises:
       InputError: anything wrong with the files, in one line that names the file and the field or tensor.
+      ValueError: "int8" with a mesh.
     """
     if str(source).endswith(".gguf"):
         gguf = GgufFile(source)
@@ -133,7 +135,7 @@ def _load(
         ignored.add("lm_head.weight")
     check_tensors(source, declaration, hf_name, ignored)
     params = load_parameters(source, declaration, dtype, rename=hf_name, mesh=mesh, head_dim=config.head_dim)
-    return Target(config, params, tokenizer, eos_token_ids, name, _fingerprint(source, config))
+    return Target(config, params, tokenizer, eos_token_ids, name, _fingerprint(source, config, dtype == INT8))
 
 
 def hf_name(path: str) -> str:
@@ -141,13 +143,18 @@ def hf_name(path: str) -> str:
     return path if path.startswith("lm_head.") else f"model.{path}"
 
 
-def _fingerprint(source: TensorSource, config: TargetConfig) -> str:
-    """The same whatever the dtype, the mesh and the layers' storage that the target is loaded with."""
+def _fingerprint(source: TensorSource, config: TargetConfig, int8: bool) -> str:
+    """The same whatever the floating-point dtype, the mesh and the layers' storage that the target is loaded with.
+
+    Int8 weights are another model: they choose other tokens now and then.
+    """
     digest = hashlib.sha256(repr(dataclasses.replace(config, num_valid_tokens=0, stacked_layers=False)).encode())
     last = config.num_hidden_layers - 1
     few = (slice(0, 4),)
     for name in ("embed_tokens", f"layers.{last}.mlp.down_proj", f"layers.{last}.input_layernorm", "norm"):
         digest.update(np.asarray(source.read(f"model.{name}.weight", few), np.float32).tobytes())
+    if int8:
+        digest.update(INT8.encode())
     return digest.hexdigest()[:16]
 
 

@@ -43,21 +43,21 @@ class QuantizedWeight:
         return dequantize(self).astype(dtype)
 
 
-def quantize(weight: Float[np.ndarray, "out in"]) -> QuantizedWeight:
+def quantize(weight: Float[np.ndarray, "*layers out in"]) -> QuantizedWeight:
     """The nearest int8 weight of symmetric scales: off by at most 1/254 of a group's largest magnitude.
 
-    NumPy, for loaders; the arrays lie on the default device.
+    NumPy, for loaders; the arrays lie on the default device. Stacked layers keep their leading axis.
     """
-    out, width = weight.shape
+    *layers, out, width = weight.shape
     blocks, groups = -(-out // BLOCK), -(-width // GROUP)
-    padded = np.zeros((blocks * BLOCK, groups * GROUP), np.float32)
-    padded[:out, :width] = weight
-    grouped = padded.reshape(blocks, BLOCK, groups, GROUP)
+    padded = np.zeros((*layers, blocks * BLOCK, groups * GROUP), np.float32)
+    padded[..., :out, :width] = weight
+    grouped = padded.reshape(*layers, blocks, BLOCK, groups, GROUP)
     scales = np.abs(grouped).max(axis=-1) / np.float32(127)
     # A group of zeros, or of numbers too small for a scale, is stored as zeros.
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > np.finfo(np.float32).tiny)
-    values = np.rint(grouped * inverse[..., None]).astype(np.int8).reshape(blocks, BLOCK, -1)[..., :width]
-    return QuantizedWeight(jnp.asarray(values.swapaxes(1, 2)), jnp.asarray(scales.swapaxes(1, 2)), out)
+    values = np.rint(grouped * inverse[..., None]).astype(np.int8).reshape(*layers, blocks, BLOCK, -1)[..., :width]
+    return QuantizedWeight(jnp.asarray(values.swapaxes(-1, -2)), jnp.asarray(scales.swapaxes(-1, -2)), out)
 
 
 def dequantize(weight: QuantizedWeight) -> Float[Array, "out in"]:
