@@ -84,8 +84,9 @@ def load_parameters(
 ) -> Any:
     """The parameters of a declaration in `dtype` or "int8", checked before with `check_tensors`.
 
-    With "int8" those that are `quantizable` are stored as `QuantizedWeight`, the others in float32. `rename` turns dotted paths into the file's names. With a mesh every array is sharded as its declaration says,
-    otherwise arrays lie on the default device.
+    With "int8" those that are `quantizable` are stored as `QuantizedWeight`, the others in float32. `rename` turns
+    dotted paths into the file's names. With a mesh every array is sharded as its declaration says, otherwise arrays lie
+    on the default device.
 
     Raises:
       ValueError: "int8" with a mesh.
