@@ -19,6 +19,7 @@ from dspark_jax.io.gguf import GgufFile
 from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
 from dspark_jax.io.tensors import INT8, TensorSource, check_tensors, load_parameters, stored_names
 from dspark_jax.io.tokenizer import Tokenizer, load_tokenizer
+from dspark_jax.layers.quantized import QuantizedWeight
 from dspark_jax.parameters import named_leaves
 from dspark_jax.targets.decoder import TargetParams, declare_target
 from dspark_jax.targets.hf_fields import fields_from_config
@@ -173,8 +174,10 @@ def save_target(
 
     Raises:
       InputError: it cannot be written.
-      ValueError: a config that the format cannot hold.
+      ValueError: a config or int8 weights, which the format cannot hold.
     """
+    if isinstance(params.embed_tokens.weight, QuantizedWeight):
+        raise ValueError("int8 weights cannot be saved; load the target in another dtype")
     eos = sorted(eos_token_ids)
     fields = fields_from_config(config) | {
         "architectures": [_ARCHITECTURES[config.model_type]],
