@@ -13,22 +13,25 @@ from jaxtyping import Array, Float, Int, Int8
 
 from dspark_jax.layers.kernels import int8_products
 
-# Outputs stored in a block, inputs that share a scale (as in GGUF's Q8_0), and inputs stored side by side.
+# Outputs stored side by side, and inputs that share a scale (as in GGUF's Q8_0).
 BLOCK = GROUP = 32
-QUAD = 4
 
 
 @struct.dataclass
 class QuantizedWeight:
-    """Stands for a float32 weight of `shape` (out, in): values times the scale of their output's group of inputs.
+    """Stands for a float32 weight [out, in]: values times the scale of their group, outputs in blocks of 32.
 
-    Outputs come in blocks and inputs in groups of quads, padded with zeros: values[b, g, q, o, i] is of output
-    32 b + o and input 32 g + 4 q + i, scales[b, g, o] its scale. Stacked layers have a leading axis.
+    The last block is padded with zeros; the last group may be short.
     """
 
-    values: Int8[Array, "blocks groups 8 32 4"]
+    values: Int8[Array, "blocks in 32"]
     scales: Float[Array, "blocks groups 32"]
-    shape: tuple[int, int] = struct.field(pytree_node=False)
+    out: int = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.out, self.values.shape[-2]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -43,7 +46,7 @@ class QuantizedWeight:
 def quantize(weight: Float[np.ndarray, "*layers out in"]) -> QuantizedWeight:
     """The nearest int8 weight of symmetric scales: off by at most 1/254 of a group's largest magnitude.
 
-    NumPy, for loaders; the arrays lie on the default device.
+    NumPy, for loaders; the arrays lie on the default device. Stacked layers keep their leading axis.
     """
     *layers, out, width = weight.shape
     blocks, groups = -(-out // BLOCK), -(-width // GROUP)
@@ -53,25 +56,24 @@ def quantize(weight: Float[np.ndarray, "*layers out in"]) -> QuantizedWeight:
     scales = np.abs(grouped).max(axis=-1) / np.float32(127)
     # A group of zeros, or of numbers too small for a scale, is stored as zeros.
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > np.finfo(np.float32).tiny)
-    values = np.rint(grouped * inverse[..., None]).astype(np.int8).reshape(*layers, blocks, BLOCK, groups, -1, QUAD)
-    values = np.moveaxis(values, -4, -2)
-    return QuantizedWeight(jnp.asarray(values), jnp.asarray(scales.swapaxes(-1, -2)), (out, width))
+    values = np.rint(grouped * inverse[..., None]).astype(np.int8).reshape(*layers, blocks, BLOCK, -1)[..., :width]
+    return QuantizedWeight(jnp.asarray(values.swapaxes(-1, -2)), jnp.asarray(scales.swapaxes(-1, -2)), out)
 
 
 def dequantize(weight: QuantizedWeight) -> Float[Array, "out in"]:
     """The float32 weight that it stands for."""
     out, width = weight.shape
-    whole = weight.values.astype(weight.dtype) * weight.scales[:, :, None, :, None]
-    return jnp.moveaxis(whole, 3, 1).reshape(-1, whole.shape[1] * GROUP)[:out, :width]
+    scales = jnp.repeat(weight.scales, GROUP, axis=1)[:, :width]
+    whole = weight.values.astype(scales.dtype) * scales
+    return whole.swapaxes(1, 2).reshape(-1, width)[:out]
 
 
 def rows(weight: QuantizedWeight, ids: Int[Array, "*rows"]) -> Float[Array, "*rows in"]:
     """Some outputs' weights, dequantised; NaN for an id outside."""
-    out, width = weight.shape
     block, lane = ids // BLOCK, ids % BLOCK
-    values = weight.values[block, :, :, lane].astype(weight.dtype)
-    found = (values * weight.scales[block, :, lane][..., None, None]).reshape(*ids.shape, -1)[..., :width]
-    return jnp.where(((ids >= 0) & (ids < out))[..., None], found, jnp.nan)
+    scales = jnp.repeat(weight.scales[block, :, lane], GROUP, axis=-1)[..., : weight.shape[1]]
+    inside = (ids >= 0) & (ids < weight.out)
+    return jnp.where(inside[..., None], weight.values[block, :, lane].astype(scales.dtype) * scales, jnp.nan)
 
 
 def products(x: Float[Array, "*rows in"], weights: Sequence[QuantizedWeight]) -> list[Float[Array, "*rows out"]]:
@@ -85,9 +87,8 @@ def products(x: Float[Array, "*rows in"], weights: Sequence[QuantizedWeight]) ->
         return [jax.lax.dot_general(x, weight.astype(x.dtype), (((1,), (1,)), ((), ()))) for weight in stored]
 
     def kernel(x: Array, stored: list[QuantizedWeight]) -> list[Array]:
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
         pairs = [(weight.values, weight.scales) for weight in stored]
-        return int8_products.int8_products(x, pairs, [weight.shape[0] for weight in stored])
+        return int8_products.int8_products(x, pairs, [weight.out for weight in stored])
 
     flat = x.reshape(-1, x.shape[-1])
     if flat.dtype != jnp.float64:

@@ -17,7 +17,7 @@ from dspark_jax.layers.quantized import GROUP, dequantize, quantize
 
 # (out, in): one weight, less than a block and a group, a little more, whole ones, and enough work for two threads.
 SHAPES = [(1, 1), (31, 30), (33, 65), (64, 96), (100, 1000), (520, 576)]
-PATHS = {"portable": int8_products.PORTABLE, "AVX2": int8_products.AVX2, "AVX-512": int8_products.AVX512, "AMX": int8_products.AMX}
+PATHS = {"portable": int8_products.PORTABLE, "AVX2": int8_products.AVX2, "AVX-512": int8_products.AVX512}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,10 +30,9 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def run(x, weights, path=int8_products.FASTEST):
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
+def run(x, weights, path=int8_products.WIDEST):
     pairs = [(weight.values, weight.scales) for weight in weights]
-    return [np.asarray(y) for y in int8_products.int8_products(x, pairs, [weight.shape[0] for weight in weights], path)]
+    return [np.asarray(y) for y in int8_products.int8_products(x, pairs, [w.out for w in weights], path)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,14 +74,14 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(path):
         pytest.skip(f"this processor lacks {path}")
     weight, x = quantize(normal(200, 330)), jnp.asarray(normal(67, 330, seed=1))
     (whole,) = run(x, [weight], PATHS[path])
-    for rows in (1, 2, 3, 5, 6, 8, 10, 11, 16, 64):
+    for rows in (1, 2, 3, 5, 7, 8, 9, 15, 64):
         for begin in (0, 67 - rows):
             np.testing.assert_array_equal(run(x[begin : begin + rows], [weight], PATHS[path])[0], whole[begin:][:rows])
 
 
 def test_a_path_that_the_processor_lacks_is_refused():
     with pytest.raises(jax.errors.JaxRuntimeError, match="lacks the path"):
-        run(jnp.ones((1, 32)), [quantize(normal(1, 32))], 4)
+        run(jnp.ones((1, 32)), [quantize(normal(1, 32))], 3)
 
 
 def test_layers_take_quantised_weights():

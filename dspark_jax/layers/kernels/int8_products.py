@@ -18,13 +18,13 @@ from dspark_jax.layers.kernels import build
 
 _TARGET = "dspark_jax_int8_products"
 _SOURCE = Path(__file__).with_suffix(".cc")
-# What `path` chooses: the fastest instructions that the processor has, or one kind.
-FASTEST, PORTABLE, AVX2, AVX512, AMX = -1, 0, 1, 2, 3
+# What `path` chooses: vectors of the widest kind that the processor has, or one kind.
+WIDEST, PORTABLE, AVX2, AVX512 = -1, 0, 1, 2
 
 
 @functools.cache
 def best_path() -> int | None:
-    """The fastest kind of instructions here; None, with a warning, where the kernel cannot be built.
+    """The widest kind of vectors here; None, with a warning, where the kernel cannot be built.
 
     The first call builds the kernel, or finds it built, and registers it with XLA.
     """
@@ -39,10 +39,10 @@ def best_path() -> int | None:
 
 
 def int8_products(
-    x: Float[Array, "rows 32*groups"],
-    weights: Sequence[tuple[Int8[Array, "blocks groups 8 32 4"], Float[Array, "blocks groups 32"]]],
+    x: Float[Array, "rows in"],
+    weights: Sequence[tuple[Int8[Array, "blocks in 32"], Float[Array, "blocks groups 32"]]],
     outs: Sequence[int],
-    path: int = FASTEST,
+    path: int = WIDEST,
 ) -> Sequence[Float[Array, "rows out"]]:
     """x · Wᵀ for each weight, as `QuantizedWeight` stores it, all in one pass; float32.
 
