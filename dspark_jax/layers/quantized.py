@@ -86,7 +86,7 @@ def products(x: Float[Array, "*rows in"], weights: Sequence[QuantizedWeight]) ->
     def dequantized(x: Array, stored: list[QuantizedWeight]) -> list[Array]:
         return [jax.lax.dot_general(x, weight.astype(x.dtype), (((1,), (1,)), ((), ()))) for weight in stored]
 
-    def kernel(x: Array, stored: list[QuantizedWeight]) -> list[Array]:
+    def kernel(x: Array, stored: list[QuantizedWeight]) -> Sequence[Array]:
         pairs = [(weight.values, weight.scales) for weight in stored]
         return int8_products.int8_products(x, pairs, [weight.out for weight in stored])
 

@@ -7,6 +7,7 @@
 // or on the width of the vectors; only the portable path, where the processor lacks a fused multiply-add, rounds more.
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
