@@ -19,13 +19,17 @@ class Initializer(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """Shape, logical axes (names of `sharding.RULES`, or None), initial value and an optional fixed dtype."""
+    """Shape, logical axes (names of `sharding.RULES`, or None), initial value and an optional fixed dtype.
+
+    A `quantizable` one, [out, in], may be stored as a `QuantizedWeight`.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     initializer: Initializer = Initializer.NORMAL
     standard_deviation: float = 0.02
     dtype: Any = None
+    quantizable: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):

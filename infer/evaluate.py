@@ -159,7 +159,7 @@ def evaluate(options: EvaluateOptions) -> None:
         },
         "max_new_tokens": options.max_new_tokens,
         "batch_size": options.batch_size,
-        "mesh": mesh_of(target.params.embed_tokens.weight),
+        "mesh": mesh_of(target.params.norm.weight),
         **environment(),
     }
     report = {

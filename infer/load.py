@@ -118,7 +118,7 @@ def load(options: LoadOptions) -> None:
         "law": dataclasses.asdict(law)
         | {"target": target.name, "drafter": drafter.name, "prompts": options.prompts.name, "dtype": options.dtype}
         | {"calibration": None if options.calibration is None else options.calibration.name}
-        | {"mesh": mesh_of(target.params.embed_tokens.weight)}
+        | {"mesh": mesh_of(target.params.norm.weight)}
         | environment(),
         "max_new_tokens": options.max_new_tokens,
         "repeats": options.repeats,

@@ -12,6 +12,7 @@ from dspark_jax.io import (
     describe_target,
     load_drafter,
 )
+from dspark_jax.io.tensors import INT8
 from dspark_jax.layers.kv_cache import cache_bytes
 from infer.options import ModelOptions
 
@@ -54,6 +55,7 @@ def load_named(options: ModelOptions, drafter: str, target: Target) -> Drafter:
 
 def print_cache_size(description: Description, requests: int, capacity: int, dtype: str) -> None:
     """Says what the KV caches will take. `capacity`: positions of each request, prompt, new tokens and drafts."""
+    dtype = "float32" if dtype == INT8 else dtype
     parts = {"target": cache_bytes(description.target.config, requests, capacity, dtype)}
     if description.drafter_config is not None:
         parts["drafter"] = cache_bytes(description.drafter_config, requests, capacity, dtype)

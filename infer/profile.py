@@ -321,7 +321,7 @@ def _report(
         "dtype": options.dtype,
         "context": options.context,
         "repeats": options.repeats,
-        "mesh": mesh_of(target.params.embed_tokens.weight),
+        "mesh": mesh_of(target.params.norm.weight),
         **environment(),
         "bandwidth_gb_per_second": _median(_BANDWIDTH_BYTES / turns["read"] / 1e9),
         "weight_bytes_per_token": weights,

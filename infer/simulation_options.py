@@ -89,7 +89,7 @@ class SimulateOptions:
     """To record: nodes of a tree, the root included."""
     tree_spine: bool | None = None
     """To record: whether pctree keeps the greedy chain in the tree where the budget has room; yes by default."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """To record: type of weights and caches."""
     enable_thinking: bool | None = None
     """To record: passed to the chat template as true or false; else its default."""

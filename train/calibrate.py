@@ -70,8 +70,8 @@ class CalibrateConfig:
     """Of the samples: a prompt's depend on this and on its place in the file only."""
     enable_thinking: bool | None = None
     """Passed to the chat template; by default the template decides."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations."""
+    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Of weights and activations; int8 is of the weights of products alone."""
     allow_config_key: tuple[str, ...] = ()
     """Unknown keys of the models' config.json that may be ignored."""
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +45,8 @@ def main(program: str, commands: Mapping[str, Command], arguments: Sequence[str]
     if not arguments or arguments[0] not in commands:
         return _usage(program, commands, arguments)
     command = commands[arguments[0]]
+    # In one line, as everything that a command says is.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         with _interruptible():
             options = parse(command.options, arguments[1:], f"{program} {arguments[0]}")

@@ -21,8 +21,9 @@ from dspark_jax.io.files import atomic_folder, read_json, write_json
 from dspark_jax.io.mtp_config import stored_name
 from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
 from dspark_jax.io.target import Target, resolve_folder
-from dspark_jax.io.tensors import TensorSource, check_tensors, load_parameters
-from dspark_jax.layers.linear import Embedding, Linear
+from dspark_jax.io.tensors import INT8, TensorSource, check_tensors, load_parameters
+from dspark_jax.layers.linear import Embedding, Linear, embed
+from dspark_jax.layers.quantized import QuantizedWeight, quantize
 from dspark_jax.parameters import named_leaves
 from dspark_jax.targets.decoder import head_weight
 
@@ -73,11 +74,13 @@ def load_drafter(
     it) or one multi-token-prediction module (`mtp_config`).
 
     With a `target` it is checked against it, and the embedding and head that the file may lack are the target's.
-    Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`.
+    Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`. With dtype "int8" the weights of products
+    are quantised, everything else is float32.
 
     Raises:
       InputError: an unknown layout, a drafter of another target, a missing, extra or misshapen tensor, one that is not
         finite in `dtype`, an unknown config key; in one line that names it.
+      ValueError: "int8" with a mesh.
     """
     config = describe_drafter(
         source, target=None if target is None else target.config, allow_config_keys=allow_config_keys
@@ -86,7 +89,7 @@ def load_drafter(
     name = folder.resolve().name if Path(source).is_dir() else str(source)
     with SafetensorsSource(folder) as tensors:
         params = _load(tensors, config, target, dtype, mesh)
-        return Drafter(config, params, name, _fingerprint(tensors, config))
+        return Drafter(config, params, name, _fingerprint(tensors, config, dtype == INT8))
 
 
 def _renamed(config: DraftModelConfig) -> Callable[[str], str]:
@@ -117,21 +120,34 @@ def _load(
     if target is None:
         return params
     if "embed_tokens" in taken:
-        params = params.replace(embed_tokens=Embedding(weight=target.params.embed_tokens.weight.astype(dtype)))
+        params = params.replace(embed_tokens=Embedding(weight=_taken(target.params.embed_tokens.weight, dtype)))
     if "lm_head" in taken:
-        head = head_weight(target.params).astype(dtype)
-        rows = head if params.draft_token_ids is None else head[params.draft_token_ids]
-        params = params.replace(lm_head=Linear(weight=rows))
+        params = params.replace(
+            lm_head=Linear(weight=_taken(head_weight(target.params), dtype, params.draft_token_ids))
+        )
     return params
 
 
-def _fingerprint(source: TensorSource, config: DraftModelConfig) -> str:
-    """The same whatever the dtype and the mesh that the drafter is loaded with; another after training goes on."""
+def _taken(weight: jax.Array | QuantizedWeight, dtype: Any, ids: jax.Array | None = None):
+    """The target's weight, or those rows of it, as the drafter stores weights."""
+    if dtype == INT8 and ids is None and isinstance(weight, QuantizedWeight):
+        return weight
+    weight = weight.astype(jnp.float32 if dtype == INT8 else dtype)
+    rows = weight if ids is None else weight[ids]
+    return quantize(np.asarray(rows)) if dtype == INT8 else rows
+
+
+def _fingerprint(source: TensorSource, config: DraftModelConfig, int8: bool) -> str:
+    """The same whatever the floating-point dtype and the mesh that the drafter is loaded with; another after training
+    goes on, and for int8 weights.
+    """
     digest = hashlib.sha256(repr(config).encode())
     for name, shape in sorted(source.shapes().items()):
         if name not in ("embed_tokens.weight", "lm_head.weight"):
             few = (slice(0, min(4, shape[0])), *(slice(None) for _ in shape[1:]))
             digest.update(np.asarray(source.read(name, few), np.float32).tobytes())
+    if int8:
+        digest.update(INT8.encode())
     return digest.hexdigest()[:16]
 
 
@@ -161,7 +177,7 @@ def _check_embedding(source: TensorSource, name: str, target: Target) -> None:
     whole = slice(None)
     own = np.concatenate([source.read(name, (slice(row, row + 1), whole)) for row in rows])
     own = own.astype(np.float64)
-    other = np.asarray(target.params.embed_tokens.weight[rows]).astype(np.float64)
+    other = np.asarray(embed(target.params.embed_tokens, jnp.asarray(rows))).astype(np.float64)
     if not np.linalg.norm(own - other) <= _EMBEDDING_TOLERANCE * np.linalg.norm(other):
         raise InputError(
             f"{source.path}: {name} differs from that of the target {target.name}: a drafter of another target"

@@ -15,6 +15,8 @@ from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import read_json, write_json
 from dspark_jax.io.report import environment
 from dspark_jax.io.target import Target
+from dspark_jax.io.tensors import INT8
+from dspark_jax.layers.quantized import QuantizedWeight
 from dspark_jax.scheduling.throughput import StepTable, validate_table
 from dspark_jax.sharding import mesh_of
 
@@ -43,10 +45,11 @@ class StepTableLaw:
         cls, target: Target, drafter: Drafter | None, tree: TreeSpec | None, slots: int, buckets: tuple[int, ...]
     ) -> "StepTableLaw":
         """The law of these models on this process's devices."""
+        weight = target.params.embed_tokens.weight
         return cls(
             device=environment()["device"],
-            mesh=mesh_of(target.params.embed_tokens.weight),
-            dtype=target.params.embed_tokens.weight.dtype.name,
+            mesh=mesh_of(target.params.norm.weight),
+            dtype=INT8 if isinstance(weight, QuantizedWeight) else weight.dtype.name,
             target_fingerprint=target.fingerprint,
             drafter_fingerprint=None if drafter is None else drafter.fingerprint,
             tree=tree,

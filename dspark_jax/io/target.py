@@ -21,8 +21,9 @@ from dspark_jax.io.files import atomic_folder, read_json, write_json
 from dspark_jax.io.gguf import GgufFile
 from dspark_jax.io.prompts import PromptEncoder
 from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
-from dspark_jax.io.tensors import TensorSource, check_tensors, load_parameters, stored_names
+from dspark_jax.io.tensors import INT8, TensorSource, check_tensors, load_parameters, stored_names
 from dspark_jax.io.tokenizer import Tokenizer, load_tokenizer
+from dspark_jax.layers.quantized import QuantizedWeight
 from dspark_jax.parameters import named_leaves
 from dspark_jax.targets.decoder import TargetParams, declare_target
 from dspark_jax.targets.hf_fields import fields_from_config
@@ -57,7 +58,8 @@ class TargetDescription:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A short hash of the config and of a few rows of the weights; the same however they are loaded."""
+        """A short hash of the config and of a few rows of the weights; the same in whatever floating-point type, on
+        whatever mesh and however stored they are loaded."""
         digest = hashlib.sha256(repr(dataclasses.replace(self.config, num_valid_tokens=0)).encode())
         last = self.config.num_hidden_layers - 1
         few = (slice(0, 4),)
@@ -78,7 +80,9 @@ class TargetDescription:
             params = load_parameters(
                 source, declare_target(config), dtype, rename=hf_name, mesh=mesh, head_dim=config.head_dim
             )
-        return Target(config, params, self.tokenizer, self.eos_token_ids, self.name, self.fingerprint)
+        # Rounded to int8 it is another model.
+        fingerprint = f"{self.fingerprint}-{INT8}" if dtype == INT8 else self.fingerprint
+        return Target(config, params, self.tokenizer, self.eos_token_ids, self.name, fingerprint)
 
 
 def describe_target(source: str | os.PathLike, *, allow_config_keys: Sequence[str] = ()) -> TargetDescription:
@@ -121,6 +125,7 @@ def load_target(
     """Loads a target: a Hugging Face folder, a hub id such as "Qwen/Qwen3-4B", or a .gguf file.
 
     Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`; each device reads its part only.
+    With dtype "int8" the weights of products are quantised (`layers.quantized`), everything else is float32.
     `stacked_layers` stores the layers as one tree with a leading axis. `allow_config_keys` names unknown keys of
     the config that may be ignored. `config.num_valid_tokens` is the tokenizer's where it has fewer ids than the
     vocabulary has rows.
@@ -128,6 +133,7 @@ def load_target(
     Raises:
       InputError: anything wrong with the files, weights that are not finite in `dtype` included, in one line that names
         the file and the field or tensor.
+      ValueError: "int8" with a mesh.
     """
     description = describe_target(source, allow_config_keys=allow_config_keys)
     return description.load(dtype=dtype, mesh=mesh, stacked_layers=stacked_layers)
@@ -196,8 +202,10 @@ def save_target(
 
     Raises:
       InputError: it cannot be written.
-      ValueError: a config that the format cannot hold.
+      ValueError: a config or int8 weights, which the format cannot hold.
     """
+    if isinstance(params.embed_tokens.weight, QuantizedWeight):
+        raise ValueError("int8 weights cannot be saved; load the target in another dtype")
     eos = sorted(eos_token_ids)
     fields = fields_from_config(config) | {
         "architectures": [_ARCHITECTURES[config.model_type]],

@@ -10,10 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax.io.errors import InputError
+from dspark_jax.layers.quantized import QuantizedWeight, quantize
 from dspark_jax.parameters import Parameter, is_parameter, named_leaves
 from dspark_jax.sharding import named_sharding
 
 Index = tuple[slice, ...]
+
+# In place of a dtype: weights of products in int8, everything else in float32.
+INT8 = "int8"
 
 
 class TensorSource(Protocol):
@@ -92,18 +96,23 @@ def load_parameters(
     mesh: Mesh | None = None,
     head_dim: int = 1,
 ) -> Any:
-    """The parameters of a declaration in `dtype`, checked before with `check_tensors`.
+    """The parameters of a declaration in `dtype` or "int8", checked before with `check_tensors`.
 
-    `rename` turns dotted paths into the file's names. With a mesh every array is sharded as its declaration says,
-    otherwise arrays lie on the default device.
+    With "int8" those that are `quantizable` are stored as `QuantizedWeight`, the others in float32. `rename` turns
+    dotted paths into the file's names. With a mesh every array is sharded as its declaration says, otherwise arrays lie
+    on the default device.
 
     Raises:
       InputError: a tensor that is not floating-point, or not finite in `dtype`.
+      ValueError: "int8" with a mesh.
     """
+    int8 = dtype == INT8
+    if int8 and mesh is not None:
+        raise ValueError("int8 weights cannot be sharded: load them without a mesh, or in another dtype")
     structure = jax.tree.structure(declaration, is_leaf=is_parameter)
 
-    def load(path: str, parameter: Parameter) -> jax.Array:
-        leaf_dtype = jnp.dtype(parameter.dtype or dtype)
+    def load(path: str, parameter: Parameter) -> jax.Array | QuantizedWeight:
+        leaf_dtype = jnp.dtype(parameter.dtype or (jnp.float32 if int8 else dtype))
         names = [rename(name) for name in stored_names(path, parameter)]
 
         def read(index: Index) -> np.ndarray:
@@ -111,8 +120,11 @@ def load_parameters(
                 return _read_weights(source, names[0], index, leaf_dtype)
             return np.stack([_read_weights(source, name, index[1:], leaf_dtype) for name in names[index[0]]])
 
+        whole = (slice(None),) * len(parameter.shape)
+        if int8 and parameter.quantizable:
+            return quantize(read(whole))
         if mesh is None:
-            return jnp.asarray(read((slice(None),) * len(parameter.shape)))
+            return jnp.asarray(read(whole))
         parts: dict[str, np.ndarray] = {}
 
         def read_once(index: Index) -> np.ndarray:

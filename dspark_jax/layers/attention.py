@@ -6,7 +6,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DecoderConfig
-from dspark_jax.layers.linear import Linear, declare_linear, linear, wide_dtype
+from dspark_jax.layers.linear import Linear, declare_linear, linears, wide_dtype
 from dspark_jax.layers.norm import Norm, declare_norm, rms_norm
 from dspark_jax.layers.rope import apply_rope
 
@@ -40,25 +40,30 @@ def declare_attention(config: DecoderConfig, input_size: int | None = None) -> A
     )
 
 
-def project_queries(
+def project(
     params: Attention, config: DecoderConfig, x: Float[Array, "*rows d"], rope: tuple[Array, Array]
-) -> Float[Array, "*rows heads D"]:
-    """Queries with their norm and rotary positions."""
-    q = linear(params.q_proj, x).reshape(*x.shape[:-1], config.num_attention_heads, config.head_dim)
-    if params.q_norm is not None:
-        q = rms_norm(params.q_norm, q, config.rms_norm_eps)
-    return apply_rope(q, rope)
+) -> tuple[Float[Array, "*rows heads D"], Float[Array, "*rows kv_heads D"], Float[Array, "*rows kv_heads D"]]:
+    """Queries and keys with their norms and rotary positions, and values."""
+    q, k, v = (_heads(config, y) for y in linears([params.q_proj, params.k_proj, params.v_proj], x))
+    return _placed(params.q_norm, config, q, rope), _placed(params.k_norm, config, k, rope), v
 
 
 def project_keys_values(
     params: Attention, config: DecoderConfig, x: Float[Array, "*rows d"], rope: tuple[Array, Array]
 ) -> tuple[Float[Array, "*rows kv_heads D"], Float[Array, "*rows kv_heads D"]]:
     """Keys with their norm and rotary positions, and values."""
-    shape = (*x.shape[:-1], config.num_key_value_heads, config.head_dim)
-    k = linear(params.k_proj, x).reshape(shape)
-    if params.k_norm is not None:
-        k = rms_norm(params.k_norm, k, config.rms_norm_eps)
-    return apply_rope(k, rope), linear(params.v_proj, x).reshape(shape)
+    k, v = (_heads(config, y) for y in linears([params.k_proj, params.v_proj], x))
+    return _placed(params.k_norm, config, k, rope), v
+
+
+def _heads(config: DecoderConfig, y: Float[Array, "*rows out"]) -> Float[Array, "*rows heads D"]:
+    return y.reshape(*y.shape[:-1], -1, config.head_dim)
+
+
+def _placed(
+    norm: Norm | None, config: DecoderConfig, y: Float[Array, "*rows heads D"], rope: tuple[Array, Array]
+) -> Float[Array, "*rows heads D"]:
+    return apply_rope(y if norm is None else rms_norm(norm, y, config.rms_norm_eps), rope)
 
 
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:

@@ -13,8 +13,7 @@ from dspark_jax.config import DecoderConfig
 from dspark_jax.layers.attention import (
     Attention,
     declare_attention,
-    project_keys_values,
-    project_queries,
+    project,
 )
 from dspark_jax.layers.linear import linear
 from dspark_jax.layers.mlp import MLP, declare_mlp, mlp
@@ -76,8 +75,7 @@ def after_input_norm(
 
     `params` has the fields of a `DecoderLayer` but, maybe, other norms of its input.
     """
-    q = project_queries(params.self_attn, config, h, rope)
-    k, v = project_keys_values(params.self_attn, config, h, rope)
+    q, k, v = project(params.self_attn, config, h, rope)
     out, cache = attend(q, k, v, cache, window)
     x = x + linear(params.self_attn.o_proj, out.reshape(*x.shape[:-1], -1))
     return x + mlp(params.mlp, rms_norm(params.post_attention_layernorm, x, config.rms_norm_eps)), cache

@@ -1,10 +1,14 @@
 """Matrix products with weights stored (out, in), as in Hugging Face files."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
+from dspark_jax.layers import quantized
+from dspark_jax.layers.quantized import QuantizedWeight
 from dspark_jax.parameters import Initializer, Parameter
 
 # At most this many rows count as decoding. There a tall weight is placed on the left of the product: with
@@ -15,13 +19,13 @@ _TALL = 4096
 
 @struct.dataclass
 class Linear:
-    weight: Float[Array, "out in"]
+    weight: Float[Array, "out in"] | QuantizedWeight
     bias: Float[Array, "out"] | None = None
 
 
 @struct.dataclass
 class Embedding:
-    weight: Float[Array, "V d"]
+    weight: Float[Array, "V d"] | QuantizedWeight
 
 
 def declare_linear(
@@ -33,13 +37,13 @@ def declare_linear(
     initializer: Initializer = Initializer.NORMAL,
 ) -> Linear:
     return Linear(
-        weight=Parameter((out_features, in_features), axes, initializer, standard_deviation),
+        weight=Parameter((out_features, in_features), axes, initializer, standard_deviation, quantizable=True),
         bias=Parameter((out_features,), axes[:1], Initializer.ZEROS) if bias else None,
     )
 
 
 def declare_embedding(rows: int, width: int, axes=("vocab", "embed"), standard_deviation: float = 0.02) -> Embedding:
-    return Embedding(weight=Parameter((rows, width), axes, standard_deviation=standard_deviation))
+    return Embedding(weight=Parameter((rows, width), axes, standard_deviation=standard_deviation, quantizable=True))
 
 
 def wide_dtype(dtype) -> jnp.dtype:
@@ -52,8 +56,12 @@ def along_last(vector: Array, ndim: int) -> Array:
     return vector.reshape((1,) * (ndim - 1) + (-1,))
 
 
-def matmul(x: Float[Array, "*rows in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*rows out"]:
+def matmul(
+    x: Float[Array, "*rows in"], weight: Float[Array, "out in"] | QuantizedWeight, dtype=None
+) -> Float[Array, "*rows out"]:
     """x @ weight.T, in `dtype` (default: that of x). Weights are cast to x's dtype."""
+    if isinstance(weight, QuantizedWeight):
+        return quantized.products(x, [weight])[0].astype(dtype or x.dtype)
     weight = weight.astype(x.dtype)
     rows = 1
     for dimension in x.shape[:-1]:
@@ -66,13 +74,27 @@ def matmul(x: Float[Array, "*rows in"], weight: Float[Array, "out in"], dtype=No
 
 
 def linear(params: Linear, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-    y = matmul(x, params.weight)
-    if params.bias is None:
-        return y
-    return y + along_last(params.bias.astype(y.dtype), y.ndim)
+    return linears([params], x)[0]
+
+
+def linears(layers: Sequence[Linear], x: Float[Array, "*rows in"]) -> list[Float[Array, "*rows out"]]:
+    """Several layers of one input; int8 weights are read in one pass."""
+    weights = [params.weight for params in layers]
+    if all(isinstance(weight, QuantizedWeight) for weight in weights):
+        found = [y.astype(x.dtype) for y in quantized.products(x, weights)]
+    else:
+        found = [matmul(x, weight) for weight in weights]
+    return [_biased(y, params.bias) for y, params in zip(found, layers, strict=True)]
+
+
+def _biased(y: Float[Array, "*rows out"], bias: Float[Array, "out"] | None) -> Float[Array, "*rows out"]:
+    return y if bias is None else y + along_last(bias.astype(y.dtype), y.ndim)
 
 
 def embed(params: Embedding, ids, dtype=None) -> Array:
     """Rows of the table; an id outside it gives NaN, so that it cannot pass unnoticed."""
-    rows = params.weight.at[ids].get(mode="fill", fill_value=jnp.nan)
+    if isinstance(params.weight, QuantizedWeight):
+        rows = quantized.rows(params.weight, ids)
+    else:
+        rows = params.weight.at[ids].get(mode="fill", fill_value=jnp.nan)
     return rows if dtype is None else rows.astype(dtype)

@@ -5,7 +5,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from dspark_jax.config import DecoderConfig
-from dspark_jax.layers.linear import Linear, declare_linear, linear
+from dspark_jax.layers.linear import Linear, declare_linear, linear, linears
 
 
 @struct.dataclass
@@ -25,4 +25,5 @@ def declare_mlp(config: DecoderConfig) -> MLP:
 
 
 def mlp(params: MLP, x: Float[Array, "*rows d"]) -> Float[Array, "*rows d"]:
-    return linear(params.down_proj, jax.nn.silu(linear(params.gate_proj, x)) * linear(params.up_proj, x))
+    gate, up = linears([params.gate_proj, params.up_proj], x)
+    return linear(params.down_proj, jax.nn.silu(gate) * up)

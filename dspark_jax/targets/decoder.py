@@ -13,6 +13,7 @@ from dspark_jax.layers.kv_cache import cached_attention, packed_attention
 from dspark_jax.layers.linear import Embedding, Linear, declare_embedding, declare_linear, embed, matmul, wide_dtype
 from dspark_jax.layers.norm import Norm, declare_norm, rms_norm
 from dspark_jax.layers.packing import Packing
+from dspark_jax.layers.quantized import QuantizedWeight
 from dspark_jax.layers.rope import rope_tables
 from dspark_jax.sharding import constrain
 
@@ -48,7 +49,7 @@ def declare_target(config: TargetConfig) -> TargetParams:
     )
 
 
-def head_weight(params: TargetParams) -> Float[Array, "V d"]:
+def head_weight(params: TargetParams) -> Float[Array, "V d"] | QuantizedWeight:
     return params.embed_tokens.weight if params.lm_head is None else params.lm_head.weight
 
 

@@ -1,0 +1,1 @@
+"""Kernels that XLA calls, each beside what it replaces."""
