@@ -7,7 +7,7 @@ from dspark_jax.io.drafter_config import fields_from_drafter_config
 from dspark_jax.training.step import TrainConfig, init_train_state
 from train.cached_features import CachedFeatures, complete_manifest
 from train.checkpoints import Checkpoints
-from train.data import Encoding, held_out_rows, load_documents, row_length, split, training_rows
+from train.data import Documents, Encoding, held_out_rows, load_documents, row_length, split, training_rows
 from train.export import CHECKPOINTS, export
 from train.fit_config import FitConfig, check_settings, settings
 from train.loop import Run, fit
@@ -47,15 +47,11 @@ def _train(
         enable_thinking=config.enable_thinking,
     )
     documents, chosen, held_out_documents, held_out = _documents(config, encoding)
-    starts = held_out_starts = None
+    starts, held_out_starts = None, None
     if cache is not None:
-        starts = held_out_starts = cache.starts(documents, encoding.max_length)
+        starts = cache.starts(documents, encoding.max_length)
         cache.check_found(starts, documents, encoding, now["data"])
-        if held_out_documents is not documents:
-            held_out_starts = cache.starts(held_out_documents, encoding.max_length)
-            if (held_out_starts < 0).any():
-                print(f"{config.features}: lacks documents of --held-out-data, on which the target runs")
-                held_out_starts = None
+        held_out_starts = _held_out_starts(cache, held_out_documents, encoding)
     target = description.load(dtype=config.dtype, without_layers=held_out_starts is not None)
     initial_key, run_key = jax.random.split(jax.random.key(config.seed))
     drafter, params = initial_drafter(config, target, documents, initial_key)
@@ -91,6 +87,15 @@ def _train(
     plot(config.output)
     export(checkpoints, best, drafter, target, config.output / DRAFTER, config.dtype, deepspec=False)
     print(f"{config.output / DRAFTER}: the drafter after step {best}")
+
+
+def _held_out_starts(cache: CachedFeatures, documents: Documents, encoding: Encoding):
+    """Where held-out documents are in the cache; None, and a line that says so, unless all are."""
+    starts = cache.starts(documents, encoding.max_length)
+    if (starts >= 0).all():
+        return starts
+    print(f"{cache.folder}: lacks documents of --held-out-data; the target runs on all of these")
+    return None
 
 
 def _documents(config: FitConfig, encoding: Encoding):

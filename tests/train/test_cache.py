@@ -68,6 +68,10 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def curve(rows: list[dict], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
 def test_every_document_has_one_place_and_little_padding():
     lengths = np.random.default_rng(0).integers(2, 5000, 300)
     layout = plan(lengths, 8, 100)
@@ -126,10 +130,8 @@ def test_fit_reads_the_features_and_never_runs_the_target(cached, fit_arguments,
     options = (*options, "--features", cached)
     assert main(fit_arguments(tmp_path / "run", *options)) == 0
     online, run = metrics(tmp_path / "online"), metrics(tmp_path / "run")
-    assert len(run) == len(online)
-    for one, other in zip(run, online, strict=True):
-        for name in ("loss", "held_out_loss", "held_out_expected_accepted_length"):
-            assert one.get(name) == pytest.approx(other.get(name), rel=0.02)
+    for name in ("loss", "held_out_loss", "held_out_expected_accepted_length"):
+        assert curve(run, name) == pytest.approx(curve(online, name), rel=0.02)
     # From the checkpoint in the middle, the same again.
     whole = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
@@ -155,8 +157,8 @@ def test_every_kind_trains_on_one_cache(kind, options, storage, arguments, chat_
     assert main([str(part) for part in (*base, "--output", tmp_path / "online")]) == 0
     monkeypatch.setattr(step, "forward_documents", None)
     assert main([str(part) for part in (*base, "--output", tmp_path / "run", "--features", tmp_path / "cache")]) == 0
-    for one, other in zip(metrics(tmp_path / "run"), metrics(tmp_path / "online"), strict=True):
-        assert one.get("loss") == pytest.approx(other.get("loss"), rel=0.03 if storage == "bfloat16" else 0.1)
+    run, online = (curve(metrics(tmp_path / name), "loss") for name in ("run", "online"))
+    assert run == pytest.approx(online, rel=0.03 if storage == "bfloat16" else 0.1)
 
 
 def test_shorter_documents_are_prefixes_and_longer_ones_refused(
@@ -317,7 +319,7 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on(cached, arguments, one_
 
 def test_other_settings_in_the_same_folder_are_refused(cached, arguments, one_line, tmp_path, write_rows, records):
     one_line(arguments(cached, "--storage", "int8"), cached, "--storage bfloat16, not int8")
-    one_line(arguments(cached, "--max-length", 30), "--max-length 1024, not 30")
+    one_line(arguments(cached, "--max-length", 45), "--max-length 1024, not 45")
     other = write_rows(tmp_path / "other.jsonl", records[1:])
     one_line(arguments(cached, "--data", other), "other contents of --data")
     (tmp_path / "else").mkdir()
