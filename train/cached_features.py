@@ -12,6 +12,7 @@ from jaxtyping import Int
 from dspark_jax.config import DraftModelConfig
 from dspark_jax.io import InputError, TargetDescription
 from train.cache_files import MANIFEST, Manifest, open_arrays, read_manifest
+from train.cache_layout import token_bytes
 from train.data import Documents, Encoding
 from train.storage import storage_reported
 
@@ -90,6 +91,11 @@ class CachedFeatures:
             self._arrays = open_arrays(folder, manifest)
             self._tokens = self._arrays.pop("tokens").read().result()
             self._documents = self._arrays.pop("documents").read().result()
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's states, all layers of them."""
+        return token_bytes(self.manifest.storage, self.manifest.layers, self.manifest.hidden_size)
 
     def starts(self, documents: Documents, max_length: int) -> Int[np.ndarray, "documents"]:
         """Where documents, cut at `max_length`, are on the flat axis; -1 for one that is not in the cache."""

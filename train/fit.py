@@ -83,6 +83,9 @@ def _train(
         f"{len(chosen)} documents ({len(held_out)} held out, {documents.dropped} dropped), rows of {length} tokens, "
         f"{steps} steps of {config.batch_size}; {size:,} trained parameters"
     )
+    if cache is not None:
+        size = config.batch_size * length * cache.token_bytes
+        print(f"{config.features}: the features of a batch take {size / 1e6:,.1f} MB of the device's memory")
     best = fit(run, init_train_state(train, run_key, params))
     plot(config.output)
     export(checkpoints, best, drafter, target, config.output / DRAFTER, config.dtype, deepspec=False)
