@@ -39,30 +39,23 @@ def complete_manifest(folder: Path, target: TargetDescription) -> Manifest:
 class FeatureRows:
     """Adds the stored states of its documents to rows, all documents of a batch being read at once.
 
-    `starts`: where each document is on the flat axis. `layers`: which states are read, all of them if None.
+    `arrays`: the layers that are read. `starts`: where each document is on the flat axis.
     """
 
     folder: Path
     arrays: Mapping[str, ts.TensorStore]
     starts: Int[np.ndarray, "documents"]
-    layers: tuple[int, ...] | None
 
     def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """`rows` with `states` [B, T, m+1, d] and, with int8, `scales` [B, T, m+1]; padding is 0."""
-        lengths = rows["length"].tolist()
-        starts = self.starts[rows["document"]].tolist()
+        starts = self.starts[rows["document"]]
+        spans = [slice(int(start), int(start + length)) for start, length in zip(starts, rows["length"], strict=True)]
         with _reported(self.folder):
             with ts.Batch() as batch:
                 futures = {
-                    name: [
-                        (array if self.layers is None else array[:, self.layers])[start : start + length].read(
-                            batch=batch
-                        )
-                        for start, length in zip(starts, lengths, strict=True)
-                    ]
-                    for name, array in self.arrays.items()
+                    name: [array[span].read(batch=batch) for span in spans] for name, array in self.arrays.items()
                 }
-            parts = {name: [future.result() for future in futures[name]] for name in futures}
+            parts = {name: [future.result() for future in started] for name, started in futures.items()}
         added = {}
         for name, values in parts.items():
             added[name] = np.zeros((*rows["tokens"].shape, *values[0].shape[1:]), values[0].dtype)
@@ -146,7 +139,10 @@ class CachedFeatures:
                 f"taps; make the cache with --target-layer-ids {' '.join(map(str, taps))}"
             )
         chosen = (*(stored.index(layer) for layer in taps), len(stored))
-        return FeatureRows(self.folder, self._arrays, starts, None if len(chosen) == len(stored) + 1 else chosen)
+        arrays = self._arrays
+        if len(chosen) <= len(stored):
+            arrays = {name: array[:, list(chosen)] for name, array in arrays.items()}
+        return FeatureRows(self.folder, arrays, starts)
 
 
 def _digest(tokens: Int[np.ndarray, "length"]) -> bytes:
