@@ -272,20 +272,24 @@ def killed_at(command: list[str], reached) -> int:
 
 @pytest.mark.slow
 def test_kills_at_random_moments_end_equal(cached, arguments, tmp_path):
-    folder, rng, kills = tmp_path / "cache", random.Random(0), 0
-    for _ in range(12):
-        if kills == 6 or ((folder / MANIFEST).exists() and read_manifest(folder).complete):
-            break
-        begun, delay = [], rng.uniform(0, 1.5)
+    """Six processes, each killed a little after it has written something that was not there."""
+    folder, rng = tmp_path / "cache", random.Random(0)
 
-        def reached(begun=begun, delay=delay) -> bool:
-            """Some time after this process has found its folder."""
-            if not begun and folder.exists():
-                begun.append(time.monotonic())
-            return bool(begun) and time.monotonic() > begun[0] + delay
+    def written() -> int:
+        return sum(path.is_file() for path in folder.rglob("*"))
+
+    kills = 0
+    for _ in range(6):
+        before, delay = written(), rng.uniform(0, 0.02)
+
+        def reached(before=before, delay=delay) -> bool:
+            if written() == before:
+                return False
+            time.sleep(delay)
+            return True
 
         kills += killed_at(arguments(folder), reached) == -signal.SIGKILL
-    assert kills
+    assert kills > 2
     assert main(arguments(folder)) == 0
     assert contents(folder) == contents(cached)
 
