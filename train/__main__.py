@@ -11,11 +11,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Not above: Ctrl-C must find its handler below before these seconds of imports.
     from dspark_jax.io import command_line
     from dspark_jax.io.command_line import Command
-    from train import byte_model, calibrate, export, fit, regenerate, stdlib_prompts
+    from train import byte_model, cache, calibrate, export, fit, regenerate, stdlib_prompts
     from train.fit_config import FitConfig
 
     commands = {
         "regenerate": Command(regenerate.RegenerateConfig, regenerate.main),
+        "cache": Command(cache.CacheConfig, cache.main),
         "fit": Command(FitConfig, fit.main),
         "calibrate": Command(calibrate.CalibrateConfig, calibrate.main),
         "export": Command(export.ExportConfig, export.main),

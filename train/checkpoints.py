@@ -6,7 +6,6 @@ JSON (settings, the best checkpoint so far, how far the metrics file had grown).
 
 import functools
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from absl import logging
 from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.io import InputError
 from dspark_jax.training.step import TrainState
+from train.storage import storage_cause
 
 # What the JSON of a checkpoint holds.
 _NOTES = {"settings", "drafter", "target", "dtype", "metrics_bytes", "best"}
@@ -143,10 +143,8 @@ class Checkpoints:
         except InputError:
             raise
         except Exception as error:
-            root = str(error.__cause__ or error)
             step = self._saving if step is None else step
-            number = re.search(r"os_error_code='(\d+)'", root)
-            cause = os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or root[:300]
+            cause = storage_cause(error)
             remedy = "remove it to go on from an earlier one" if what == "read" else "earlier ones are intact"
             place = self.folder if step is None else f"{self.folder}: checkpoint {step}"
             raise InputError(f"{place} could not be {what}: {cause}; {remedy}") from error

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from dspark_jax.io import InputError, Tokenizer, check_messages, numbered_jsonl
 from dspark_jax.io.files import reported
 from dspark_jax.training.anchors import Batch
+from dspark_jax.training.features import StoredFeatures
 
 # The held-out split: this share of the records, but some of any data set, and never so many that evaluating is slow.
 _HELD_OUT_SHARE, _HELD_OUT_LEAST, _HELD_OUT_MOST = 0.02, 8, 1024
@@ -168,38 +169,59 @@ class _Rows(grain.sources.RandomAccessDataSource[dict[str, np.ndarray]]):
             "mask": np.pad(mask, padding),
             "length": np.asarray(len(ids), np.int32),
             "record": np.asarray(self._documents.records[document]),
+            "document": np.asarray(document, np.int64),
         }
 
 
+# What adds arrays to the dict of a batch's rows.
+AddToRows = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+
+
 def training_rows(
-    documents: Documents, chosen: Int[np.ndarray, "n"], length: int, batch_size: int, seed: int
+    documents: Documents,
+    chosen: Int[np.ndarray, "n"],
+    length: int,
+    batch_size: int,
+    seed: int,
+    add: AddToRows | None = None,
 ) -> grain.DatasetIterator:
-    """Endless dicts of `batch_size` rows, each epoch in a new order. Its state is the exact position."""
+    """Endless dicts of `batch_size` rows, each epoch in a new order. Its state is the exact position.
+
+    They are made, with what `add` reads, in a thread of their own, ahead of their use.
+    """
     rows = grain.MapDataset.source(_Rows(documents, chosen, length)).shuffle(seed=seed).repeat().batch(batch_size)
-    return iter(rows.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+    if add is not None:
+        rows = rows.map(add)
+    # Few ahead: rows with features are large.
+    return iter(rows.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4 if add is None else 2)))
 
 
 def held_out_rows(
-    documents: Documents, chosen: Int[np.ndarray, "n"], length: int, batch_size: int
+    documents: Documents,
+    chosen: Int[np.ndarray, "n"],
+    length: int,
+    batch_size: int,
+    add: AddToRows | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The chosen documents once, in order; the last dict is filled up with empty rows."""
+    """The chosen documents once, in order, with what `add` reads; the last dict is filled up with empty rows."""
     source = _Rows(documents, chosen, length)
     for begin in range(0, len(chosen), batch_size):
         rows = [source[index] for index in range(begin, min(begin + batch_size, len(chosen)))]
         empty = {name: np.zeros_like(value) for name, value in rows[0].items()}
         rows += [empty] * (batch_size - len(rows))
-        yield {name: np.stack([row[name] for row in rows]) for name in empty}
+        batch = {name: np.stack([row[name] for row in rows]) for name in empty}
+        yield batch if add is None else add(batch)
 
 
 def to_batch(rows: Mapping[str, np.ndarray], accumulation: int | None = None) -> Batch:
     """A Batch [B, T] of one document a row, or [accumulation, B / accumulation, T]."""
-    shape = rows["tokens"].shape
-    if accumulation is not None:
-        shape = (accumulation, shape[0] // accumulation, shape[1])
-    index = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), rows["tokens"].shape)
+    tokens = rows["tokens"]
+    leading = tokens.shape[:1] if accumulation is None else (accumulation, len(tokens) // accumulation)
+    index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     real = index < rows["length"][:, None]
-    batch = Batch(rows["tokens"], rows["mask"], np.where(real, 0, -1).astype(np.int32), np.where(real, index, 0))
-    return jax.device_put(jax.tree.map(lambda x: x.reshape(shape), batch))
+    stored = StoredFeatures(rows["states"], rows.get("scales")) if "states" in rows else None
+    batch = Batch(tokens, rows["mask"], np.where(real, 0, -1).astype(np.int32), np.where(real, index, 0), stored)
+    return jax.device_put(jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), batch))
 
 
 def file_digest(files: Sequence[str | os.PathLike]) -> str:

@@ -11,10 +11,11 @@ from dspark_jax.config import MarkovHeadType
 from dspark_jax.io import InputError, TargetDescription
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.optimizer import OptimizerConfig
+from train.cache_files import MANIFEST
 from train.data import file_digest
 
 # Options that change no number of the run, and files, which are compared by their contents.
-_FREE = {"output", "checkpoint_every", "log_every", "max_not_finite", "target", "data", "held_out_data"}
+_FREE = {"output", "checkpoint_every", "log_every", "max_not_finite", "target", "data", "held_out_data", "features"}
 _AT_LEAST_ONE = ("num_layers", "block_size", "sliding_window", "draft_vocab_size", "num_anchors", "steps", "epochs",
                  "batch_size", "accumulation", "checkpoint_every", "eval_every", "log_every",
                  "max_not_finite")  # fmt: skip
@@ -46,6 +47,9 @@ class FitConfig:
     """Drafter folder or hub id to fine-tune, instead of a fresh drafter."""
     held_out_data: tuple[Path, ...] = ()
     """Files to choose the best checkpoint on; by default 2% of the data, held out of training."""
+
+    features: Path | None = None
+    """Folder that `cache` has made of the data: the target's features are read there instead of computed."""
 
     kind: DrafterKind | None = None
     """Kind of a fresh drafter, dspark by default. This and the next eleven options are fixed by --init; another kind
@@ -147,6 +151,7 @@ def settings(config: FitConfig, target: TargetDescription) -> dict[str, Any]:
         "target": target.fingerprint,
         "data": file_digest(config.data),
         "held_out_data": file_digest(config.held_out_data),
+        "features": None if config.features is None else file_digest([config.features / MANIFEST]),
     }
     for name, value in dataclasses.asdict(config).items():
         if isinstance(value, dict):
@@ -161,6 +166,6 @@ def check_settings(saved: dict[str, Any], now: dict[str, Any], config: FitConfig
     for name in sorted(saved.keys() | now.keys()):
         if saved.get(name) != now.get(name):
             difference = f"with {_option(name)} {saved.get(name)}, not {now.get(name)}"
-            if name in ("target", "data", "held_out_data"):
+            if name in ("target", "data", "held_out_data", "features"):
                 difference = f"with other contents of {_option(name)}"
             raise InputError(f"{config.output}: holds a run made {difference}; name another --output or remove it")

@@ -73,13 +73,21 @@ class TargetDescription:
         limit = self.config.max_position_embeddings - 1 if limit is None else limit
         return PromptEncoder(self.tokenizer, self.config.vocab_size, limit, enable_thinking)
 
-    def load(self, *, dtype: Any = "float32", mesh: Mesh | None = None, stacked_layers: bool = False) -> Target:
-        """Reads the weights: as `load_target`, with its errors."""
+    def load(
+        self,
+        *,
+        dtype: Any = "float32",
+        mesh: Mesh | None = None,
+        stacked_layers: bool = False,
+        without_layers: bool = False,
+    ) -> Target:
+        """Reads the weights: as `load_target`, with its errors; `without_layers` only embedding, norm and head."""
         config = dataclasses.replace(self.config, stacked_layers=stacked_layers)
+        declaration = declare_target(config)
+        if without_layers:
+            declaration = declaration.replace(layers=())
         with _open(self.files) as source:
-            params = load_parameters(
-                source, declare_target(config), dtype, rename=hf_name, mesh=mesh, head_dim=config.head_dim
-            )
+            params = load_parameters(source, declaration, dtype, rename=hf_name, mesh=mesh, head_dim=config.head_dim)
         # Rounded to int8 it is another model.
         fingerprint = f"{self.fingerprint}-{INT8}" if dtype == INT8 else self.fingerprint
         return Target(config, params, self.tokenizer, self.eos_token_ids, self.name, fingerprint)

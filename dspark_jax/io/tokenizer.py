@@ -1,6 +1,8 @@
 """Text to token ids and back, with the chat template of the same folder."""
 
 import dataclasses
+import functools
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +36,12 @@ class Tokenizer:
     def num_ids(self) -> int:
         """One more than the largest id."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A short hash of all that turns text and conversations into ids."""
+        parts = [self.backend.to_str(), self.chat_template, sorted(self.special_tokens.items())]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @property
     def eos_token_id(self) -> int | None:

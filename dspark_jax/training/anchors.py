@@ -5,17 +5,21 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from dspark_jax.training.features import StoredFeatures
+
 
 @struct.dataclass
 class Batch:
     """Rows of tokens. `loss_mask`: tokens the target wrote. `positions` restart, and `document_ids` change, at every
-    document's border; padding has document id -1. All are [B, T]; a leading axis holds accumulation steps.
+    document's border; padding has document id -1. All are [B, T]; a leading axis holds accumulation steps. `stored`:
+    what the target computes of these tokens, where it need not run.
     """
 
     tokens: Int[Array, "B T"]
     loss_mask: Bool[Array, "B T"]
     document_ids: Int[Array, "B T"]
     positions: Int[Array, "B T"]
+    stored: StoredFeatures | None = None
 
 
 @struct.dataclass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from dspark_jax.layers.linear import Linear
 from dspark_jax.parameters import initialize
 from dspark_jax.targets.decoder import TargetParams, forward_documents, head_weight
 from dspark_jax.training.anchors import Batch, make_blocks, sample_anchors
+from dspark_jax.training.features import restore
 from dspark_jax.training.losses import (
     LossConfig,
     LossSums,
@@ -67,7 +69,7 @@ def with_frozen(params: DrafterParams, target: TargetParams) -> DrafterParams:
     params = params.replace(embed_tokens=target.embed_tokens)
     if "lm_head" not in params.FROZEN:
         return params
-    head = head_weight(target)
+    head: Any = head_weight(target)
     if params.draft_token_ids is not None:
         head = head[params.draft_token_ids]
     return params.replace(lm_head=Linear(weight=head))
@@ -101,16 +103,25 @@ def _blocks(config: TrainConfig, key, batch: Batch):
     return make_blocks(batch, anchors, kept, config.drafter.num_drafts)
 
 
-def batch_losses(
-    params: DrafterParams, target: TargetParams, config: TrainConfig, batch: Batch, key: Key[Array, ""]
-) -> LossSums:
-    """Loss sums of one batch [B, T] for trainable parameters; the target runs in the same program, frozen."""
+def _target_outputs(target: TargetParams, config: TrainConfig, batch: Batch) -> tuple[Array, Array]:
+    """The drafter's features [B, T, features] and the last hidden state [B, T, d]."""
     dtype = target.embed_tokens.weight.dtype
+    if batch.stored is not None:
+        return restore(batch.stored, config.drafter, dtype)
     out = forward_documents(
         target, config.target, batch.tokens, batch.positions, batch.document_ids, config.drafter.target_layer_ids
     )
-    features = target_features(config.drafter, out).astype(dtype)
-    features, hidden = jax.lax.stop_gradient((features, out.hidden))
+    return target_features(config.drafter, out).astype(dtype), out.hidden
+
+
+def batch_losses(
+    params: DrafterParams, target: TargetParams, config: TrainConfig, batch: Batch, key: Key[Array, ""]
+) -> LossSums:
+    """Loss sums of one batch [B, T] for trainable parameters; the target runs in the same program, frozen.
+
+    Of a batch with `stored` features only the target's embedding and head are used.
+    """
+    features, hidden = jax.lax.stop_gradient(_target_outputs(target, config, batch))
     return block_losses(
         with_frozen(params, target),
         config.drafter,
