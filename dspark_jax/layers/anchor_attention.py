@@ -16,9 +16,9 @@ _LANES = 128
 
 
 def _on_platform(name: str, q: Array, *others: Array):
-    """The kernel on TPU where a head is whole lanes, else its twin."""
+    """The kernel on TPU where a head is whole lanes, else its twin. No TPU has float64."""
     twin = getattr(interval_attention, name)
-    if q.shape[-1] % _LANES:
+    if q.shape[-1] % _LANES or q.dtype == jnp.float64:
         return twin(q, *others)
     # Here and not above: who has no such heads is spared half a second of imports.
     from dspark_jax.layers.kernels import interval_attention_tpu
