@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 @struct.dataclass
 class Batch:
     """Rows of tokens. `loss_mask`: tokens the target wrote. A document is one run of consecutive `positions`, which
-    restart, and of equal `document_ids`, which change, at every border; padding has document id -1. All are [B, T]; a leading axis holds accumulation steps.
+    restart, and of equal `document_ids`, which change, at every border;
+    padding has document id -1. All are [B, T]; a leading axis holds accumulation steps.
     """
 
     tokens: Int[Array, "B T"]
