@@ -65,6 +65,35 @@ def constrain(x: Array, axes: Sequence[str | None]) -> Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(x.shape, axes, dict(mesh.shape)))
 
 
+def shard_map_by_axes(function, in_axes: Sequence[Sequence[str | None]], out_axes: Sequence[Sequence[str | None]]):
+    """`function` on each device's own part, by the logical axes of its arguments and of the tuple it returns; for what
+    XLA cannot partition, such as a kernel. Without a mesh, the function itself.
+
+    Heads are cut only where heads of keys can be cut too, so that each query head stays with its keys.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape.values()) == 1:
+        return function
+
+    def sharded(*arguments):
+        sizes: dict[str, int] = {}
+        for x, axes in zip(arguments, in_axes, strict=True):
+            for size, axis in zip(x.shape, axes, strict=True):
+                if axis is not None:
+                    sizes[axis] = math.gcd(size, sizes.get(axis, 0))
+        sizes["heads"] = sizes["kv_heads"]
+
+        def specs(all_axes):
+            shape_of = dict(mesh.shape)
+            return tuple(partition_spec([sizes.get(a, 1) for a in axes], axes, shape_of) for axes in all_axes)
+
+        # Replicas do the same work, which the checker cannot see through a kernel.
+        mapped = jax.shard_map(function, in_specs=specs(in_axes), out_specs=specs(out_axes), check_vma=False)
+        return mapped(*arguments)
+
+    return sharded
+
+
 def under_auto_axes(function):
     """Bridges a caller's explicit mesh to the Auto axes that internals are written for; results are replicated."""
 

@@ -101,10 +101,8 @@ def block_hidden(
     anchor_positions: Int[Array, "R"],
 ) -> Float[Array, "R gamma d"]:
     """h of every draft of one block a request: the parallel stage of a decoding round."""
-    requests, capacity = state[0].keys.shape[:2]
     block = block_embeddings(params, config, anchor_tokens[:, None], params.fc.weight.dtype)
-    key_positions = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32)[None], (requests, capacity))
-    return backbone(params.layers, params.norm, config, block, anchor_positions[:, None], state, key_positions)[:, 0]
+    return backbone(params.layers, params.norm, config, block, anchor_positions[:, None], state)[:, 0]
 
 
 def base_logits(params: DrafterParams, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows V_d"]:

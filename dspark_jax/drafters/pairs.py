@@ -15,16 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DraftModelConfig, Eagle3Config
 from dspark_jax.drafters import eagle3, mtp
-from dspark_jax.drafters.backbone import ContextLayer, block_attention, context_mask
+from dspark_jax.drafters.backbone import ContextLayer
+from dspark_jax.layers.anchor_attention import anchor_attention, first_visible
 from dspark_jax.layers.attention import project_keys_values
 from dspark_jax.layers.decoder import after_input_norm
 from dspark_jax.layers.kv_cache import LayerCache, init_cache, write
 from dspark_jax.layers.linear import embed
 from dspark_jax.layers.norm import rms_norm
 from dspark_jax.layers.rope import rope_tables
-
-# Training runs this many anchors at a time, so that scores over the context stay small.
-_ANCHOR_CHUNK = 128
 
 
 @struct.dataclass
@@ -104,7 +102,8 @@ def draft_step(
     params: Any,
     config: DraftModelConfig,
     context: LayerCache | ContextLayer,
-    mask: Bool[Array, "B A 1 S"],
+    first: Int[Array, "B A 1"],
+    anchor_pairs: Int[Array, "B A"],
     steps: Steps,
     tokens: Int[Array, "B A"],
     positions: Int[Array, "B A"],
@@ -112,7 +111,8 @@ def draft_step(
 ) -> tuple[Steps, Float[Array, "B A d"]]:
     """One draft step from `tokens` and the last output: (steps with this one, what the head reads).
 
-    It sees the context that `mask` shows, and the earlier steps from the same anchor. `positions`: of its pairs.
+    It sees the context from index `first` to before its anchor's pair, and the earlier steps from the same anchor.
+    `positions`: of its pairs.
     """
 
     def attend(q, k, v, steps, window):
@@ -121,7 +121,8 @@ def draft_step(
 
         steps = steps.replace(keys=put(steps.keys, k), values=put(steps.values, v))
         within = jnp.arange(config.num_drafts, dtype=jnp.int32)[None] <= step
-        return block_attention(q[:, :, None], steps.keys, steps.values, context, mask, within)[:, :, 0], steps
+        own, row = (steps.keys, steps.values), (context.keys, context.values)
+        return anchor_attention(q[:, :, None], *own, *row, first, anchor_pairs, within)[:, :, 0], steps
 
     residual, read = _pairs(params, config, tokens, steps.hidden)
     layer, rope = _kind(config).layer(params), rope_tables(config, positions)
@@ -148,31 +149,15 @@ def teacher_forced(
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     context = ContextLayer(*_keys_values(params, config, following, hidden, positions))
 
+    anchor_pairs = jnp.maximum(anchors - 1, 0)
+    first = first_visible(anchor_pairs, 1, document_ids, None)
+    begin = jnp.take_along_axis(positions, anchor_pairs, axis=1)
+
     @jax.checkpoint
-    def run(part):
-        anchors, previous = part
-        pairs = jnp.maximum(anchors - 1, 0)
-        documents = jnp.take_along_axis(document_ids, pairs, axis=1)
-        own = documents[:, :, None] == document_ids[:, None, :]
-        first = jnp.take_along_axis(positions, pairs, axis=1)
-        mask = context_mask(pairs, first, positions, own, 1, None)
+    def step(steps, item):
+        k, tokens = item
+        return draft_step(params, config, context, first, anchor_pairs, steps, tokens, begin + k, k)
 
-        @jax.checkpoint
-        def step(steps, item):
-            k, tokens = item
-            return draft_step(params, config, context, mask, steps, tokens, first + k, k)
-
-        begin = begin_steps(config, jnp.take_along_axis(hidden, pairs[..., None], axis=1))
-        items = (jnp.arange(config.num_drafts, dtype=jnp.int32), jnp.moveaxis(previous, 2, 0))
-        return jnp.moveaxis(jax.lax.scan(step, begin, items)[1], 0, 2)
-
-    count = anchors.shape[1]
-    if count <= _ANCHOR_CHUNK:
-        return run((anchors, previous))
-
-    def split(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, -count % _ANCHOR_CHUNK), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, _ANCHOR_CHUNK, *x.shape[2:]), 1, 0)
-
-    out = jnp.moveaxis(jax.lax.map(run, (split(anchors), split(previous))), 0, 1)
-    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :count]
+    steps = begin_steps(config, jnp.take_along_axis(hidden, anchor_pairs[..., None], axis=1))
+    items = (jnp.arange(config.num_drafts, dtype=jnp.int32), jnp.moveaxis(previous, 2, 0))
+    return jnp.moveaxis(jax.lax.scan(step, steps, items)[1], 0, 2)

@@ -8,10 +8,10 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DraftModelConfig
 from dspark_jax.drafters import dspark, pairs
-from dspark_jax.drafters.backbone import context_mask
 from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.drafters.pairs import PairState
 from dspark_jax.drafting.chain import Choose, Law, drafted_chain
+from dspark_jax.layers.anchor_attention import first_visible
 from dspark_jax.proposals import Proposal
 
 
@@ -30,15 +30,13 @@ def propose_autoregressive(
 
     `noise` is a tree of arrays [R, γ, …]. With `law`, the proposal carries log q over the whole target vocabulary.
     """
-    requests, capacity = state.cache.keys.shape[:2]
-    key_positions = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32)[None], (requests, capacity))
-    first = anchor_positions[:, None] - 1
-    mask = context_mask(first, first, key_positions, None, 1, None)
+    pair = anchor_positions[:, None] - 1
+    first = first_visible(pair, 1, None, None)
 
     def draft(carry, item):
         steps, tokens = carry
         k, noise_k = item
-        steps, hidden = pairs.draft_step(params, config, state.cache, mask, steps, tokens, first + k, k)
+        steps, hidden = pairs.draft_step(params, config, state.cache, first, pair, steps, tokens, pair + k, k)
         logits = dspark.base_logits(params, hidden[:, 0])
         rows = choose(logits[:, None], jax.tree.map(lambda x: x[:, None], noise_k))
         return (steps, dspark.target_token_ids(params, rows)), (rows[:, 0], logits)

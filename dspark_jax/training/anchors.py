@@ -10,9 +10,9 @@ from dspark_jax.training.features import StoredFeatures
 
 @struct.dataclass
 class Batch:
-    """Rows of tokens. `loss_mask`: tokens the target wrote. `positions` restart, and `document_ids` change, at every
-    document's border; padding has document id -1. All are [B, T]; a leading axis holds accumulation steps. `stored`:
-    what the target computes of these tokens, where it need not run.
+    """Rows of tokens. `loss_mask`: tokens the target wrote. A document is one run of consecutive `positions`, which
+    restart, and of equal `document_ids`, which change, at every border; padding has document id -1. All are [B, T]; a
+    leading axis holds accumulation steps. `stored`: what the target computes of these tokens, where it need not run.
     """
 
     tokens: Int[Array, "B T"]

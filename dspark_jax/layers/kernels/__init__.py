@@ -1,1 +1,1 @@
-"""Kernels that XLA calls, each beside what it replaces."""
+"""Kernels: Pallas for TPU, and C++ that XLA calls on CPU, each beside what it replaces."""
