@@ -15,10 +15,11 @@ GOLDENS = ROOT / "tests" / "goldens"
 COMMANDS = {"infer": ["generate", "--no-drafter"], "train": ["regenerate"]}
 
 
-@pytest.mark.parametrize("delay", [0, 0.3, 1.5, 4.5])
+# The last may meet a compiled program, which ends before Python hears of the signal.
+@pytest.mark.parametrize("delay", [0, 0.3, pytest.param(1.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("module", COMMANDS)
 def test_ctrl_c(module, delay, tmp_path):
-    """`delay`: seconds after the program's first import; an interpreter that only starts can be taught nothing."""
+    """`delay`: seconds after imports have begun; an interpreter that only starts can be taught nothing."""
     options = {"target": GOLDENS / "target", "prompts": GOLDENS / "prompts.jsonl", "output": tmp_path / "out.jsonl"}
     options["max-new-tokens"] = 900
     words = [*COMMANDS[module], *(str(word) for name, value in options.items() for word in (f"--{name}", value))]
@@ -33,12 +34,13 @@ def test_ctrl_c(module, delay, tmp_path):
         ) as process,
     ):
         try:
-            while not re.search(rf"\| {module}\n.*\n", errors.read_text()):
+            # JAX is imported only when Ctrl-C is taken care of.
+            while not re.search(r"\| +jax\.", errors.read_text()):
                 assert process.poll() is None
                 time.sleep(0.002)
             time.sleep(delay)
             process.send_signal(signal.SIGINT)
-            code = process.wait(timeout=60)
+            code = process.wait(timeout=300)
         finally:
             process.kill()
     said = [line for line in errors.read_text().splitlines() if not line.startswith("import time:")]
