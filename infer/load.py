@@ -75,6 +75,10 @@ class LoadOptions(SamplingOptions):
         for name in ("requests_per_slot", "repeats"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+        if self.max_new_tokens < 2:
+            raise InputError(
+                f"--max-new-tokens {self.max_new_tokens} must be at least 2: prefill gives the first token"
+            )
         for name, values, most in (("concurrency", self.concurrency, MOST_SLOTS), ("length", self.length, 2**10)):
             if not values:
                 raise InputError(f"--{name} is missing: name one value or more")

@@ -57,6 +57,7 @@ BAD = {
     "no prompts": ({"prompts": "none.jsonl"}, ["none.jsonl: no such file"]),
     "concurrency": ({"concurrency": (1, 0)}, ["--concurrency 0", "1..65536"]),
     "length": ({"length": (0,)}, ["--length 0", "1..1024"]),
+    "no round": ({"max_new_tokens": 1}, ["--max-new-tokens 1", "at least 2"]),
     "repeats": ({"repeats": 0}, ["--repeats 0"]),
     "requests": ({"requests_per_slot": 0}, ["--requests-per-slot 0"]),
     "calibration": ({"calibration": "none.json"}, ["none.json: no such file"]),
