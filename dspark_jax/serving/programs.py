@@ -24,6 +24,7 @@ from dspark_jax.rounds import (
 from dspark_jax.scheduling.policy import Policy, PolicyKind
 from dspark_jax.scheduling.prefix_scheduler import (
     Schedule,
+    capacity,
     early_stop,
     fill,
     fixed_length,
@@ -128,7 +129,7 @@ def schedule(
             chosen = global_best(forest, table)
         case PolicyKind.STALE_CAPACITY:
             chosen = fill(forest, limit)
-            best_drafts = global_best(forest, table).tokens - count
+            best_drafts = capacity(forest, table) - count
         case PolicyKind.FIXED:
             chosen = fixed_length(forest, policy.length)
         case PolicyKind.THRESHOLD:
