@@ -5,6 +5,7 @@ A declaration is a tree of the same structure as the parameters, with a `Paramet
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,9 +77,9 @@ def stack(declaration, count: int):
     )
 
 
-def named_leaves(tree) -> dict[str, Any]:
+def named_leaves(tree, is_leaf: Callable[[Any], bool] = is_parameter) -> dict[str, Any]:
     """Leaves by dotted path, such as `layers.0.self_attn.q_proj.weight`."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_parameter)
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
 
 

@@ -25,10 +25,11 @@ class ExportConfig:
     """Folder to write."""
     which: Literal["best", "last"] = "best"
     """Best on held-out data, or newest."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the written tensors."""
+    dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Of the written tensors. int8: of the weights of products, with scales, and without what is the target's; the
+    smallest, for this project alone (--layout reduced)."""
     layout: Literal["deepspec", "reduced"] = "deepspec"
-    """deepspec is what engines load, and refuses a reduced draft vocabulary; reduced may hold one."""
+    """deepspec is what engines load, and refuses a reduced draft vocabulary and int8; reduced may hold both."""
     target: str | None = None
     """Where the target lies now, if it is not where it was in training."""
     allow_config_key: tuple[str, ...] = ()
@@ -59,6 +60,8 @@ def export(
 
 def main(config: ExportConfig) -> None:
     """Runs the command."""
+    if config.dtype == "int8" and config.layout == "deepspec":
+        raise InputError("--dtype int8: engines of the layout deepspec cannot read it; add --layout reduced")
     existing = config.output / "config.json"
     if existing.exists() and "block_size" not in read_json(existing):
         raise InputError(f"{config.output}: holds another model, which would be lost; name another --output")

@@ -18,12 +18,13 @@ from dspark_jax.drafters.kinds import DrafterParams, declare_drafter
 from dspark_jax.io.drafter_config import check_against_target, drafter_config_from_fields, fields_from_drafter_config
 from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import atomic_folder, read_json, write_json
+from dspark_jax.io.int8_weights import FIELDS, Int8Source, int8_tensors, take_storage
 from dspark_jax.io.mtp_config import stored_name
 from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
 from dspark_jax.io.target import Target, resolve_folder
 from dspark_jax.io.tensors import INT8, TensorSource, check_tensors, load_parameters
 from dspark_jax.layers.linear import Embedding, Linear, embed
-from dspark_jax.layers.quantized import QuantizedWeight, quantize
+from dspark_jax.layers.quantized import QuantizedWeight, pack, quantize, unpack
 from dspark_jax.parameters import named_leaves
 from dspark_jax.targets.decoder import head_weight
 
@@ -52,14 +53,23 @@ def describe_drafter(
     Raises:
       InputError: an unknown layout or config key, or a drafter of another target; in one line that names it.
     """
-    path = resolve_folder(source) / "config.json"
+    return _describe(resolve_folder(source), target, allow_config_keys)[0]
+
+
+def _describe(
+    folder: Path, target: TargetConfig | None, allow_config_keys: Sequence[str]
+) -> tuple[DraftModelConfig, bool]:
+    """The config, and whether weights are stored in int8."""
+    path = folder / "config.json"
+    fields = read_json(path)
     try:
-        config = drafter_config_from_fields(read_json(path), allow_config_keys, target)
+        int8 = take_storage(fields)
+        config = drafter_config_from_fields(fields, allow_config_keys, target)
         if target is not None:
             check_against_target(config, target)
     except ValueError as error:
         raise InputError(f"{path}: {error}") from error
-    return config
+    return config, int8
 
 
 def load_drafter(
@@ -75,19 +85,18 @@ def load_drafter(
 
     With a `target` it is checked against it, and the embedding and head that the file may lack are the target's.
     Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`. With dtype "int8" the weights of products
-    are quantised, everything else is float32.
+    are quantised, everything else is float32; weights that the file holds in int8 (`int8_weights`) are then taken as
+    they are, and dequantised for another dtype.
 
     Raises:
       InputError: an unknown layout, a drafter of another target, a missing, extra or misshapen tensor, one that is not
         finite in `dtype`, an unknown config key; in one line that names it.
       ValueError: "int8" with a mesh.
     """
-    config = describe_drafter(
-        source, target=None if target is None else target.config, allow_config_keys=allow_config_keys
-    )
     folder = resolve_folder(source)
+    config, int8 = _describe(folder, None if target is None else target.config, allow_config_keys)
     name = folder.resolve().name if Path(source).is_dir() else str(source)
-    with SafetensorsSource(folder) as tensors:
+    with Int8Source(folder) if int8 else SafetensorsSource(folder) as tensors:
         params = _load(tensors, config, target, dtype, mesh)
         return Drafter(config, params, name, _fingerprint(tensors, config, dtype == INT8))
 
@@ -130,8 +139,9 @@ def _load(
 
 def _taken(weight: jax.Array | QuantizedWeight, dtype: Any, ids: jax.Array | None = None):
     """The target's weight, or those rows of it, as the drafter stores weights."""
-    if dtype == INT8 and ids is None and isinstance(weight, QuantizedWeight):
-        return weight
+    if dtype == INT8 and isinstance(weight, QuantizedWeight):
+        # Rounded again, its scales would change in their last bits.
+        return weight if ids is None else pack(*(part[np.asarray(ids)] for part in unpack(weight)))
     weight = weight.astype(jnp.float32 if dtype == INT8 else dtype)
     rows = weight if ids is None else weight[ids]
     return quantize(np.asarray(rows)) if dtype == INT8 else rows
@@ -199,10 +209,12 @@ def save_drafter(
     multi-token prediction as `mtp_config` says, without either.
 
     A reduced draft vocabulary is written with a tensor `d2t`, which DeepSpec does not know: `deepspec` refuses it.
-    `params` hold the embedding and the head.
+    With dtype "int8" the weights of products are written in int8 with their scales (`int8_weights`), all else in
+    float32, and what is the target's is left out; engines cannot read that, and `deepspec` refuses it too. `params`
+    hold the embedding and the head.
 
     Raises:
-      InputError: the folder cannot be written, or `deepspec` and a reduced vocabulary.
+      InputError: the folder cannot be written, or `deepspec` and a reduced vocabulary or int8.
       ValueError: the drafter does not fit the target, or the format cannot hold its config.
     """
     check_against_target(config, target_config)
@@ -211,17 +223,19 @@ def save_drafter(
             f"{folder}: a reduced draft vocabulary (draft_vocab_size {config.draft_vocab_size} of "
             f"{config.vocab_size}) cannot be exported as DeepSpec; train with the whole vocabulary"
         )
+    if deepspec and dtype == INT8:
+        raise InputError(f"{folder}: int8 weights cannot be exported as DeepSpec, which engines load; take bfloat16")
     if params.embed_tokens is None or params.lm_head is None:
         raise ValueError("params must hold embed_tokens and lm_head")
     eos = sorted(eos_token_ids)
     fields = fields_from_drafter_config(config) | {
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "dtype": str(jnp.dtype(dtype)),
+        "dtype": str(jnp.dtype(jnp.float32 if dtype == INT8 else dtype)),
+        **(FIELDS if dtype == INT8 else {}),
     }
     # Only DeepSpec's layout repeats what is the target's.
-    unwritten = () if isinstance(config, DrafterConfig) else params.FROZEN
-    written, rename = dataclasses.replace(params, **dict.fromkeys((*unwritten, "draft_token_ids"))), _renamed(config)
-    tensors = {rename(path): np.asarray(array.astype(dtype)) for path, array in named_leaves(written).items()}
+    unwritten = () if isinstance(config, DrafterConfig) and dtype != INT8 else params.FROZEN
+    tensors = _tensors(dataclasses.replace(params, **dict.fromkeys((*unwritten, "draft_token_ids"))), config, dtype)
     rows = np.arange(config.draft_vocab_size)
     ids = np.asarray(params.draft_token_ids).astype(np.int64) if config.reduced_vocabulary else rows
     if config.reduced_vocabulary or isinstance(config, Eagle3Config):
@@ -231,3 +245,15 @@ def save_drafter(
     with atomic_folder(folder) as temporary:
         write_json(temporary / "config.json", fields)
         write_safetensors(temporary / FILE, tensors)
+
+
+def _tensors(params: DrafterParams, config: DraftModelConfig, dtype: Any) -> dict[str, np.ndarray]:
+    """The tensors of a file, by name."""
+    declared, rename, tensors = named_leaves(declare_drafter(config)), _renamed(config), {}
+    for path, leaf in named_leaves(params, lambda node: isinstance(node, QuantizedWeight)).items():
+        name = rename(path)
+        if dtype == INT8 and declared[path].quantizable:
+            tensors |= int8_tensors(name, leaf)
+        else:
+            tensors[name] = np.asarray(leaf.astype(jnp.float32 if dtype == INT8 else dtype))
+    return tensors

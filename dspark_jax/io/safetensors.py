@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import safetensors
@@ -16,7 +16,6 @@ from dspark_jax.io.tensors import Index
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"}
 
 
 class SafetensorsSource:
@@ -28,6 +27,8 @@ class SafetensorsSource:
       InputError: no checkpoint in the folder, a missing shard, a truncated or corrupt file, or a tensor that the
         index places in a shard that lacks it.
     """
+
+    readable: ClassVar[frozenset[str]] = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"})
 
     def __init__(self, folder: str | os.PathLike) -> None:
         self.path = Path(folder)
@@ -49,7 +50,7 @@ class SafetensorsSource:
         else:
             raise InputError(f"{self.path}: has neither {FILE} nor {INDEX}; convert the weights to safetensors")
         for name, part in self._slices.items():
-            if part.get_dtype() not in _READABLE:
+            if part.get_dtype() not in self.readable:
                 raise InputError(
                     f"{self.path}: tensor {name} is stored as {part.get_dtype()}; "
                     "quantised weights are not supported, use an unquantised checkpoint"
@@ -78,6 +79,10 @@ class SafetensorsSource:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(part.get_shape()) for name, part in self._slices.items()}
+
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of every tensor, as safetensors calls it."""
+        return {name: part.get_dtype() for name, part in self._slices.items()}
 
     def read(self, name: str, index: Index) -> np.ndarray:
         return self._slices[name][index]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,15 @@ class TensorSource(Protocol):
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """A part of one tensor, in the dtype that the file stores."""
+        ...
+
+
+@runtime_checkable
+class QuantizedSource(TensorSource, Protocol):
+    """A source that may hold int8 weights, which it reads dequantised."""
+
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """A weight as it is stored; None for one that is not stored in int8."""
         ...
 
 
@@ -98,7 +107,8 @@ def load_parameters(
 ) -> Any:
     """The parameters of a declaration in `dtype` or "int8", checked before with `check_tensors`.
 
-    With "int8" those that are `quantizable` are stored as `QuantizedWeight`, the others in float32. `rename` turns
+    With "int8" those that are `quantizable` are stored as `QuantizedWeight`, the others in float32; what the source
+    holds in int8, a single layer's weight, is taken as it is. `rename` turns
     dotted paths into the file's names. With a mesh every array is sharded as its declaration says, otherwise arrays lie
     on the default device.
 
@@ -122,7 +132,8 @@ def load_parameters(
 
         whole = (slice(None),) * len(parameter.shape)
         if int8 and parameter.quantizable:
-            return quantize(read(whole))
+            stored = source.quantized(names[0]) if isinstance(source, QuantizedSource) and len(names) == 1 else None
+            return quantize(read(whole)) if stored is None else stored
         if mesh is None:
             return jnp.asarray(read(whole))
         parts: dict[str, np.ndarray] = {}

@@ -48,16 +48,54 @@ def quantize(weight: Float[np.ndarray, "*layers out in"]) -> QuantizedWeight:
 
     NumPy, for loaders; the arrays lie on the default device. Stacked layers keep their leading axis.
     """
+    return pack(*round_to_int8(weight))
+
+
+def round_to_int8(
+    weight: Float[np.ndarray, "*layers out in"],
+) -> tuple[Int8[np.ndarray, "*layers out in"], Float[np.ndarray, "*layers out groups"]]:
+    """Values and scales of `quantize`, row by row, as files hold them."""
     *layers, out, width = weight.shape
-    blocks, groups = -(-out // BLOCK), -(-width // GROUP)
-    padded = np.zeros((*layers, blocks * BLOCK, groups * GROUP), np.float32)
-    padded[..., :out, :width] = weight
-    grouped = padded.reshape(*layers, blocks, BLOCK, groups, GROUP)
+    groups = num_groups(width)
+    padded = np.zeros((*layers, out, groups * GROUP), np.float32)
+    padded[..., :width] = weight
+    grouped = padded.reshape(*layers, out, groups, GROUP)
     scales = np.abs(grouped).max(axis=-1) / np.float32(127)
     # A group of zeros, or of numbers too small for a scale, is stored as zeros.
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > np.finfo(np.float32).tiny)
-    values = np.rint(grouped * inverse[..., None]).astype(np.int8).reshape(*layers, blocks, BLOCK, -1)[..., :width]
-    return QuantizedWeight(jnp.asarray(values.swapaxes(-1, -2)), jnp.asarray(scales.swapaxes(-1, -2)), out)
+    values = np.rint(grouped * inverse[..., None]).astype(np.int8).reshape(*layers, out, -1)
+    return values[..., :width], scales
+
+
+def num_groups(width: int) -> int:
+    """Scales of an output with `width` inputs."""
+    return -(-width // GROUP)
+
+
+def pack(
+    values: Int8[np.ndarray, "*layers out in"], scales: Float[np.ndarray, "*layers out groups"]
+) -> QuantizedWeight:
+    """Rows of values and scales in the blocks that products read."""
+    *layers, out, _ = values.shape
+
+    def blocks(array: np.ndarray) -> Array:
+        padded = np.zeros((*layers, -(-out // BLOCK) * BLOCK, array.shape[-1]), array.dtype)
+        padded[..., :out, :] = array
+        return jnp.asarray(padded.reshape(*layers, -1, BLOCK, array.shape[-1]).swapaxes(-1, -2))
+
+    return QuantizedWeight(blocks(values), blocks(scales), out)
+
+
+def unpack(
+    weight: QuantizedWeight,
+) -> tuple[Int8[np.ndarray, "*layers out in"], Float[np.ndarray, "*layers out groups"]]:
+    """The rows that `pack` was given."""
+
+    def whole(blocks: Array) -> np.ndarray:
+        *layers, _, columns, _ = blocks.shape
+        return np.asarray(blocks).swapaxes(-1, -2).reshape(*layers, -1, columns)[..., : weight.out, :]
+
+    return whole(weight.values), whole(weight.scales)
 
 
 def dequantize(weight: QuantizedWeight) -> Float[Array, "out in"]:

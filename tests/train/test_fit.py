@@ -18,6 +18,7 @@ import pytest
 
 from dspark_jax import DecodeConfig, generate, request_keys
 from dspark_jax.io import load_drafter, load_target, save_target
+from dspark_jax.layers.quantized import dequantize, quantize
 from train import loop
 from train.__main__ import main
 from train.checkpoints import Checkpoints
@@ -82,6 +83,21 @@ def test_export_decodes_as_the_target(finished, chat_target, tmp_path):
     fast = generate(target.params, drafter.params, *arguments, config)
     slow = generate(target.params, None, *arguments, plain)
     assert (np.asarray(fast.tokens) == np.asarray(slow.tokens)).all()
+
+
+def test_an_export_in_int8_is_small_and_rounds_once(finished, one_line, chat_target, tmp_path):
+    command = ["export", "--run", finished, "--output", tmp_path / "d", "--dtype", "int8"]
+    one_line(command, "--dtype int8", "--layout reduced")
+    assert main([str(part) for part in (*command, "--layout", "reduced")]) == 0
+    target = load_target(chat_target)
+    exact, small = load_drafter(finished / "drafter", target=target), load_drafter(tmp_path / "d", target=target)
+    assert small.config == exact.config
+    found = np.asarray(small.params.fc.weight)
+    np.testing.assert_array_equal(found, dequantize(quantize(np.asarray(exact.params.fc.weight))))
+    np.testing.assert_array_equal(small.params.norm.weight, exact.params.norm.weight)
+    np.testing.assert_array_equal(small.params.lm_head.weight, exact.params.lm_head.weight)
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (tmp_path / "d", finished / "drafter")]
+    assert sizes[0] < 0.3 * sizes[1]
 
 
 def test_a_finished_run_is_exported_again_and_nothing_else(finished, fit_arguments):
