@@ -12,6 +12,7 @@ from dspark_jax.io import (
     describe_target,
     load_drafter,
 )
+from dspark_jax.io.named_models import locate
 from dspark_jax.io.tensors import INT8
 from dspark_jax.layers.kv_cache import cache_bytes
 from infer.options import ModelOptions
@@ -65,6 +66,6 @@ def print_cache_size(description: Description, requests: int, capacity: int, dty
 
 def stamp(source: str) -> dict[str, list[int]]:
     """Size and time of each file of a local checkpoint: changes when the checkpoint does. Empty for a hub id."""
-    path = Path(source)
+    path = Path(locate(source))
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors")) + sorted(path.glob("*.json"))
     return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}

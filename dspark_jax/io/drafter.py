@@ -20,6 +20,7 @@ from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import atomic_folder, read_json, write_json
 from dspark_jax.io.int8_weights import FIELDS, Int8Source, int8_tensors, take_storage
 from dspark_jax.io.mtp_config import stored_name
+from dspark_jax.io.named_models import locate
 from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
 from dspark_jax.io.target import Target, resolve_folder
 from dspark_jax.io.tensors import INT8, TensorSource, check_tensors, load_parameters
@@ -53,7 +54,7 @@ def describe_drafter(
     Raises:
       InputError: an unknown layout or config key, or a drafter of another target; in one line that names it.
     """
-    return _describe(resolve_folder(source), target, allow_config_keys)[0]
+    return _describe(resolve_folder(locate(source)), target, allow_config_keys)[0]
 
 
 def _describe(
@@ -81,7 +82,7 @@ def load_drafter(
     allow_config_keys: Sequence[str] = (),
 ) -> Drafter:
     """Loads a drafter from a folder or hub id of DeepSpec, the original DFlash, JetSpec, EAGLE-3 (as SpecForge writes
-    it) or one multi-token-prediction module (`mtp_config`).
+    it) or one multi-token-prediction module (`mtp_config`); or by a name of `named_models`, such as "smollm2-dspark".
 
     With a `target` it is checked against it, and the embedding and head that the file may lack are the target's.
     Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`. With dtype "int8" the weights of products
@@ -93,7 +94,7 @@ def load_drafter(
         finite in `dtype`, an unknown config key; in one line that names it.
       ValueError: "int8" with a mesh.
     """
-    folder = resolve_folder(source)
+    folder = resolve_folder(locate(source))
     config, int8 = _describe(folder, None if target is None else target.config, allow_config_keys)
     name = folder.resolve().name if Path(source).is_dir() else str(source)
     with Int8Source(folder) if int8 else SafetensorsSource(folder) as tensors:

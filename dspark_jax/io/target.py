@@ -19,6 +19,7 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import atomic_folder, read_json, write_json
 from dspark_jax.io.gguf import GgufFile
+from dspark_jax.io.named_models import locate
 from dspark_jax.io.prompts import PromptEncoder
 from dspark_jax.io.safetensors import FILE, SafetensorsSource, write_safetensors
 from dspark_jax.io.tensors import INT8, TensorSource, check_tensors, load_parameters, stored_names
@@ -99,12 +100,13 @@ def describe_target(source: str | os.PathLike, *, allow_config_keys: Sequence[st
     Raises:
       InputError: anything wrong with the files, in one line that names the file and the field or tensor.
     """
-    if str(source).endswith(".gguf"):
-        files = GgufFile(source)
+    found = locate(source)
+    if str(found).endswith(".gguf"):
+        files = GgufFile(found)
         config, tokenizer = files.config(tuple(allow_config_keys)), files.tokenizer()
         eos_token_ids, name = files.eos_token_ids(), files.path.stem
     else:
-        files = resolve_folder(source)
+        files = resolve_folder(found)
         fields = read_json(files / "config.json")
         try:
             config = targets.config_from_hf(fields, allow_config_keys)
@@ -130,7 +132,8 @@ def load_target(
     stacked_layers: bool = False,
     allow_config_keys: Sequence[str] = (),
 ) -> Target:
-    """Loads a target: a Hugging Face folder, a hub id such as "Qwen/Qwen3-4B", or a .gguf file.
+    """Loads a target: a Hugging Face folder, a hub id such as "Qwen/Qwen3-4B", a .gguf file, or a name of
+    `named_models`: "smollm2".
 
     Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`; each device reads its part only.
     With dtype "int8" the weights of products are quantised (`layers.quantized`), everything else is float32.
