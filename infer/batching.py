@@ -58,13 +58,18 @@ def read_prompt_file(
 
 
 def make_batch(
-    requests: Sequence[Request], rows: int, context: int, max_new_tokens: int, keys: Key[Array, "prompts"]
+    requests: Sequence[Request],
+    rows: int,
+    context: int,
+    max_new_tokens: int,
+    keys: Key[Array, "prompts"],
+    shortest: int = 0,
 ) -> Batch:
-    """Pads to `rows` requests and to a bucket of prompt lengths.
+    """Pads to `rows` requests and to a bucket of prompt lengths, one of at least `shortest`.
 
     `keys`: one for each prompt of the file (`dspark_jax.request_keys`), so that samples do not depend on the batch.
     """
-    longest = max(len(request.ids) for request in requests)
+    longest = max(shortest, *(len(request.ids) for request in requests))
     tokens = np.zeros((rows, bucket(longest)), np.int32)
     lengths, most = np.ones(rows, np.int32), np.zeros(rows, np.int32)
     indices = np.zeros(rows, np.int32)

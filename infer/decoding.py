@@ -12,7 +12,7 @@ from dspark_jax import DecodeConfig, DraftModelConfig, Generation, TargetConfig,
 from dspark_jax.decode_state import Requests
 from dspark_jax.io import Drafter, InputError, Target
 from infer.batching import Batch
-from infer.options import DecodingOptions
+from infer.options import DraftingOptions
 from infer.text import Texts
 
 
@@ -23,7 +23,7 @@ class Decoder:
     target: Target
     drafter: Drafter | None
     config: DecodeConfig
-    options: DecodingOptions
+    options: DraftingOptions
 
     def run(self, batch: Batch) -> Generation:
         """Decodes to the end; on the host when it returns."""
@@ -92,7 +92,7 @@ def decode_config(
 def make_decoder(
     target: Target,
     drafter: Drafter | None,
-    options: DecodingOptions,
+    options: DraftingOptions,
     verifier: Verifier = Verifier.COUPLED,
     tree: TreeSpec | None = None,
     log_probabilities: bool = False,

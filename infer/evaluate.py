@@ -1,30 +1,28 @@
 """`python -m infer evaluate`: what a drafter is worth, over prompt files."""
 
 import dataclasses
+import functools
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
 import tyro
 from tqdm import tqdm
 
-from dspark_jax import Generation, TreeKind, Verifier, request_keys
+from dspark_jax import TreeKind, Verifier, request_keys
 from dspark_jax.io import InputError, Prompt, write_json
 from dspark_jax.io.outputs import check_input, check_output, check_report
 from dspark_jax.io.report import environment
 from dspark_jax.sharding import mesh_of
-from dspark_jax.verification.statistics import AcceptanceCounts, count_acceptance, first_difference, score_gap
-from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
+from dspark_jax.verification.statistics import AcceptanceCounts
+from infer.batching import Request, bucket, converse, make_batch, read_prompt_file
+from infer.comparison import collect, in_turns
 from infer.decoding import Decoder, decode_config, make_decoder
 from infer.draw import draw_tree
 from infer.methods import Method, MethodName, chosen_methods
 from infer.models import describe, load_described, load_named, print_cache_size
 from infer.options import DecodingOptions, under_mesh
 from infer.results import (
-    Difference,
     Result,
     label,
     plot_budgets,
@@ -35,8 +33,6 @@ from infer.results import (
 )
 from infer.round_parts import part_milliseconds
 
-# Two scores closer than this may change places by rounding alone.
-_NEAR_TIE = 1e-3
 _SAMPLE_CHARACTERS = 300
 # Rounds whose parts are timed.
 _TIMED_ROUNDS = 16
@@ -239,17 +235,11 @@ class _Run:
             for result, decoder in zip(self.results, self._speculative.values(), strict=True):
                 if result.method.named:
                     result.part_ms = part_milliseconds(decoder, batch, _TIMED_ROUNDS)
-        seconds = np.zeros((self._options.repeats, len(decoders)))
-        for repeat in range(self._options.repeats):
-            generations = []
-            for column, decoder in enumerate(decoders):
-                begin = time.perf_counter()
-                generations.append(decoder.run(batch))
-                seconds[repeat, column] = time.perf_counter() - begin
-        medians = np.median(seconds, axis=0)
+        runs = [functools.partial(decoder.run, batch) for decoder in decoders]
+        generations, medians = in_turns(runs, self._options.repeats)
         plain = generations[0]
         for result, generation, taken in zip(self.results, generations[1:], medians[1:], strict=True):
-            self._collect(result, requests, batch, plain, generation, float(medians[0]), float(taken))
+            collect(result, self._plain, requests, batch, plain, generation, medians[0], taken)
         self.bar.update(len(requests))
         tokenizer = self._plain.target.tokenizer
         if tokenizer is None:
@@ -260,51 +250,3 @@ class _Run:
             prompt = tokenizer.decode(requests[0].ids)[-_SAMPLE_CHARACTERS:]
             self.sample = f"{prompt} ▶ {tokenizer.decode(shown.tokens[0, : shown.lengths[0]])}"
         return replies
-
-    def _collect(
-        self,
-        result: Result,
-        requests: list[Request],
-        batch: Batch,
-        plain: Generation,
-        speculative: Generation,
-        plain_seconds: float,
-        seconds: float,
-    ) -> None:
-        result.counts = result.counts + count_acceptance(speculative.counts, speculative.lengths, speculative.stopped)
-        result.requests += len(requests)
-        result.prompt_tokens += sum(len(request.ids) for request in requests)
-        result.plain_tokens += int(plain.lengths.sum())
-        result.tokens += int(speculative.lengths.sum())
-        result.plain_seconds += plain_seconds
-        result.seconds += seconds
-        if not result.comparable:
-            return
-        for row, request in enumerate(requests):
-            expected = np.asarray(plain.tokens[row, : plain.lengths[row]])
-            found = np.asarray(speculative.tokens[row, : speculative.lengths[row]])
-            position = first_difference(expected, found)
-            if position is not None:
-                gap = self._gap(batch, row, request, expected, found, position)
-                result.differences.append(Difference(request.index, request.turn, position, gap, gap < _NEAR_TIE))
-
-    def _gap(
-        self, batch: Batch, row: int, request: Request, expected: np.ndarray, found: np.ndarray, position: int
-    ) -> float:
-        """How far apart the two tokens' scores are where the outputs first differ."""
-        if position >= min(len(expected), len(found)):
-            return float("inf")
-        tokens = np.zeros((1, batch.shape[1] + self._plain.config.max_new_tokens), np.int32)
-        length = len(request.ids) + position
-        tokens[0, :length] = [*request.ids, *expected[:position]]
-        pair = (jnp.asarray(sequence[position : position + 1], jnp.int32) for sequence in (expected, found))
-        gap = score_gap(
-            self._plain.target.params,
-            self._plain.config.target,
-            jnp.asarray(tokens),
-            jnp.asarray([length], jnp.int32),
-            *pair,
-            batch.keys[row : row + 1],
-            self._options.sampling(1),
-        )
-        return float(gap[0])
