@@ -11,19 +11,9 @@ import numpy as np
 from jaxtyping import Array, Key
 from tqdm import tqdm
 
-from dspark_jax.io import InputError, Prompt, read_prompts
+from dspark_jax.io import InputError, Prompt, padded_length, read_prompts
 from infer.models import Description
 from infer.options import SamplingOptions
-
-_SHORTEST = 32
-
-
-def bucket(length: int) -> int:
-    """The padded length of a prompt: 32, 48, 64, 96, 128, 192, …; from 32 on less than half too long."""
-    size = _SHORTEST
-    while size < length:
-        size += size // 2 if size & (size - 1) == 0 else size // 3
-    return size
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +60,7 @@ def make_batch(
     `keys`: one for each prompt of the file (`dspark_jax.request_keys`), so that samples do not depend on the batch.
     """
     longest = max(shortest, *(len(request.ids) for request in requests))
-    tokens = np.zeros((rows, bucket(longest)), np.int32)
+    tokens = np.zeros((rows, padded_length(longest)), np.int32)
     lengths, most = np.ones(rows, np.int32), np.zeros(rows, np.int32)
     indices = np.zeros(rows, np.int32)
     for row, request in enumerate(requests):

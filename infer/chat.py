@@ -8,10 +8,10 @@ from functools import partial
 import jax.numpy as jnp
 
 from dspark_jax import Generation, TreeSpec, Verifier, request_keys
-from dspark_jax.io import InputError, PromptEncoder, parse_prompt
+from dspark_jax.io import InputError, PromptEncoder, padded_length, parse_prompt
 from dspark_jax.io.report import shown, table
 from dspark_jax.verification.statistics import AcceptanceCounts, count_acceptance
-from infer.batching import Batch, Request, bucket, make_batch
+from infer.batching import Batch, Request, make_batch
 from infer.comparison import collect, in_turns
 from infer.decoding import Decoder, decode_config, make_decoder
 from infer.methods import Method
@@ -75,7 +75,7 @@ def chat(options: ChatOptions) -> None:
         make_decoder(target, None, options),
         make_decoder(target, drafter, options, tree=tree),
         Texts(description.target.tokenizer, ()),
-        bucket(max(len(request.ids) for request in requests)),
+        padded_length(max(len(request.ids) for request in requests)),
     )
     for request, (_, text) in zip(requests, named, strict=True):
         print(f"> {text}")

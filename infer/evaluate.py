@@ -10,12 +10,12 @@ import tyro
 from tqdm import tqdm
 
 from dspark_jax import TreeKind, Verifier, request_keys
-from dspark_jax.io import InputError, Prompt, write_json
+from dspark_jax.io import InputError, Prompt, padded_length, write_json
 from dspark_jax.io.outputs import check_input, check_output, check_report
 from dspark_jax.io.report import environment
 from dspark_jax.sharding import mesh_of
 from dspark_jax.verification.statistics import AcceptanceCounts
-from infer.batching import Request, bucket, converse, make_batch, read_prompt_file
+from infer.batching import Request, converse, make_batch, read_prompt_file
 from infer.comparison import collect, in_turns
 from infer.decoding import Decoder, decode_config, make_decoder
 from infer.draw import draw_tree
@@ -125,7 +125,7 @@ def evaluate(options: EvaluateOptions) -> None:
         )
         for method in methods
     ]
-    capacity = bucket(longest) + max(config.max_new_tokens + config.width for config in configs)
+    capacity = padded_length(longest) + max(config.max_new_tokens + config.width for config in configs)
     print_cache_size(description, rows, capacity, options.dtype)
     target = load_described(options, description)
     drafter = load_named(options, options.drafter, target)

@@ -11,10 +11,10 @@ import tyro
 from tqdm import tqdm
 
 from dspark_jax import Generation, Verifier, request_keys
-from dspark_jax.io import InputError, Prompt
+from dspark_jax.io import InputError, Prompt, padded_length
 from dspark_jax.io.outputs import check_input, check_output
 from dspark_jax.verification.statistics import rounds_until
-from infer.batching import Batch, Request, bucket, converse, make_batch, read_prompt_file
+from infer.batching import Batch, Request, converse, make_batch, read_prompt_file
 from infer.decoding import Decoder, decode_config, make_decoder
 from infer.models import describe, load_described, load_named, print_cache_size
 from infer.options import DecodingOptions, under_mesh
@@ -82,7 +82,7 @@ def generate(options: GenerateOptions) -> None:
     if description.target.tokenizer is None and (options.stop or options.stream):
         raise InputError(f"{options.target}: has no tokenizer, which --stop and --stream need")
     rows = 1 if options.stream else min(options.batch_size, len(prompts))
-    longest = bucket(max(len(prompt.turn_ids()) for prompt in prompts))
+    longest = padded_length(max(len(prompt.turn_ids()) for prompt in prompts))
     if not options.stream:
         print_cache_size(description, rows, longest + config.max_new_tokens + config.width, options.dtype)
     target = load_described(options, description)

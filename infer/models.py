@@ -39,8 +39,9 @@ def describe(options: ModelOptions, drafter: str | None) -> Description:
 
 
 def load_described(options: ModelOptions, description: Description) -> Target:
-    """Loads the target that was described, sharded over the mesh if there is one."""
-    return description.target.load(dtype=options.dtype, mesh=options.chosen_mesh)
+    """Loads the target that was described, sharded over the mesh if there is one, else with fused projections."""
+    mesh = options.chosen_mesh
+    return description.target.load(dtype=options.dtype, mesh=mesh, fused_projections=mesh is None)
 
 
 def load_named(options: ModelOptions, drafter: str, target: Target) -> Drafter:

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +13,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-import dspark_jax
-from dspark_jax import DecodeConfig, DrafterConfig, DraftModelConfig, Verifier, request_keys
+from dspark_jax import DrafterConfig, DraftModelConfig, Verifier
 from dspark_jax.drafters import dspark, kinds
 from dspark_jax.drafters.dspark import DrafterParams
 from dspark_jax.drafting.autoregressive import propose_autoregressive
 from dspark_jax.drafting.chain import sequential_stage
-from dspark_jax.io import Drafter, InputError, Target, write_json
+from dspark_jax.io import Drafter, InputError, Target, padded_length, write_json
 from dspark_jax.io.outputs import check_report
 from dspark_jax.io.report import environment, save_figure, shown, table
 from dspark_jax.io.step_table import StepTableLaw, save_step_table
 from dspark_jax.serving import EngineConfig
 from dspark_jax.sharding import mesh_of
 from dspark_jax.targets.decoder import TargetParams, head_weight
-from infer.batching import bucket
 from infer.decoding import decode_config
 from infer.models import Description, describe, load_described, load_named
 from infer.options import MOST_SLOTS, TreeOptions, under_mesh
 from infer.step_table import measure, plot_steps, rates_table, warn_if_flat
+from infer.timers import Timer, decoding_timer, seconds
 
 _WIDTHS = (1, 2, 4, 8)
 # Beyond these a run would not fit a machine, or end.
@@ -43,8 +40,6 @@ _BANDWIDTH_TRIES = 3
 _BOUND, _STEP = "bound: weights read once", "step: one token"
 _BACKBONE, _SEQUENTIAL = "draft: backbone", "draft: head and sequential stage"
 _AUTOREGRESSIVE = "draft: one token after the other"
-
-Timer = Callable[[], float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,10 +103,10 @@ def profile(options: ProfileOptions) -> None:
     drafter = None if options.drafter is None else load_named(options, options.drafter, target)
     timers: dict[str, Timer] = {"read": _bandwidth_timer(options.chosen_mesh)}
     for width in _WIDTHS:
-        timers[f"verify {width}"] = _decoding_timer(options, target, None, width)
+        timers[f"verify {width}"] = decoding_timer(target, None, options.context, options.steps, width)
     if drafter is not None:
         timers |= _drafting_timers(options, target, drafter)
-        timers["round"] = _decoding_timer(options, target, drafter, 1)
+        timers["round"] = decoding_timer(target, drafter, options.context, options.steps)
     for timer in tqdm(timers.values(), desc="compile", unit="program"):
         timer()
     turns = {name: np.zeros(options.repeats) for name in timers}
@@ -165,47 +160,13 @@ def _bandwidth_timer(mesh: Mesh | None) -> Timer:
 
     def timer() -> float:
         calls = (lambda: sums(matrix), lambda: products(matrix, vector))
-        return min(float(np.mean([_seconds(call) for _ in range(_BANDWIDTH_TRIES)])) for call in calls)
-
-    return timer
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - begin
-
-
-def _decoding_timer(options: ProfileOptions, target: Target, drafter: Drafter | None, width: int) -> Timer:
-    """Seconds a round of `generate`: of plain passes over `width` tokens, or of speculative decoding."""
-    config = DecodeConfig(
-        target=target.config,
-        drafter=None if drafter is None else drafter.config,
-        max_new_tokens=options.steps + 1,
-        plain_width=width,
-    )
-    tokens = jnp.arange(bucket(options.context), dtype=jnp.int32)[None] % target.config.num_valid_tokens
-    lengths, keys = jnp.asarray([options.context], jnp.int32), request_keys(0, 1)
-    parameters = None if drafter is None else drafter.params
-
-    def run(max_tokens: int) -> tuple[float, int]:
-        most = jnp.asarray([max_tokens], jnp.int32)
-        begin = time.perf_counter()
-        result = dspark_jax.generate(target.params, parameters, tokens, lengths, keys, config, max_tokens=most)
-        jax.block_until_ready(result)
-        return time.perf_counter() - begin, int(result.counts.rounds[0])
-
-    def timer() -> float:
-        prefill, _ = run(1)
-        whole, rounds = run(options.steps + 1)
-        # Another program may have slowed the prefill alone; that turn says nothing.
-        return (whole - prefill) / rounds if whole > prefill else float("nan")
+        return min(float(np.mean([seconds(call) for _ in range(_BANDWIDTH_TRIES)])) for call in calls)
 
     return timer
 
 
 def _drafting_timers(options: ProfileOptions, target: Target, drafter: Drafter) -> dict[str, Timer]:
-    capacity = bucket(options.context) + options.steps
+    capacity = padded_length(options.context) + options.steps
     state = kinds.init_state(drafter.config, 1, capacity, target.params.embed_tokens.weight.dtype)
     if isinstance(drafter.config, DrafterConfig):
         loops = {_BACKBONE: _backbone_loop, _SEQUENTIAL: _sequential_loop}
@@ -214,8 +175,7 @@ def _drafting_timers(options: ProfileOptions, target: Target, drafter: Drafter) 
 
     def make(loop) -> Timer:
         return lambda: (
-            _seconds(lambda: loop(drafter.params, state, drafter.config, options.context, options.steps))
-            / options.steps
+            seconds(lambda: loop(drafter.params, state, drafter.config, options.context, options.steps)) / options.steps
         )
 
     return {name: make(loop) for name, loop in loops.items()}

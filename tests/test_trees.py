@@ -171,8 +171,8 @@ def test_what_a_round_leaves_is_what_a_fresh_prefill_makes():
     fresh = started(again, config, MIXED)
     for row, length in enumerate(np.asarray(state.lengths) - 1):
         for old, new in zip((*state.cache, *state.drafter), (*fresh.cache, *fresh.drafter), strict=True):
-            np.testing.assert_allclose(old.keys[row, :length], new.keys[row, :length], atol=1e-4)
-            np.testing.assert_allclose(old.values[row, :length], new.values[row, :length], atol=1e-4)
+            for found, expected in zip(old.rows, new.rows, strict=True):
+                np.testing.assert_allclose(found[row, :length], expected[row, :length], atol=1e-4)
     following = step(small.target, small.drafter, config, state)
     for row, length in enumerate(np.asarray(state.lengths)):
         assert int(following.tokens[row, length]) == int(fresh.tokens[row, length])

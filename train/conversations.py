@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from dspark_jax.io import InputError, Prompt
-
-_SHORTEST = 32
+from dspark_jax.io import InputError, Prompt, padded_length
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +40,7 @@ def make_batch(
     `room`: positions of the target's context. `keys`: one for each prompt of the file.
     """
     longest = max(len(ids) for ids in contexts if ids is not None)
-    tokens = np.zeros((rows, _bucket(longest)), np.int32)
+    tokens = np.zeros((rows, padded_length(longest)), np.int32)
     lengths, most, indices = np.ones(rows, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     for row, ids in enumerate(contexts):
         if ids is not None:
@@ -53,11 +51,6 @@ def make_batch(
         # A template may shorten earlier turns, so that a position returns; its noise must not.
         chosen = jax.vmap(jax.random.fold_in, (0, None))(chosen, turn)
     return Batch(tokens, lengths, most, indices, chosen)
-
-
-def _bucket(length: int) -> int:
-    """32, 64, 128, …: each length is a compiled program."""
-    return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

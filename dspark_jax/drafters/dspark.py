@@ -7,11 +7,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters.backbone import backbone, context_features, context_keys_values
+from dspark_jax.drafters.backbone import ContextLayer, backbone, context_features, context_keys_values
 from dspark_jax.drafters.confidence import ConfidenceHead, declare_confidence
 from dspark_jax.drafters.markov import MarkovHead, declare_markov
 from dspark_jax.layers.decoder import declare_layers
-from dspark_jax.layers.kv_cache import LayerCache, init_cache, write
+from dspark_jax.layers.kv_cache import LayerCache, cache_capacity, init_cache, write
 from dspark_jax.layers.linear import Embedding, Linear, declare_embedding, declare_linear, embed, matmul, wide_dtype
 from dspark_jax.layers.norm import Norm, declare_norm
 from dspark_jax.parameters import Parameter
@@ -39,7 +39,7 @@ class DrafterParams:
     draft_token_ids: Int[Array, "V_d"] | None = None
 
 
-# The drafter's state between rounds: each layer's context keys and values, [R, S_max, kv_heads, D].
+# The drafter's state between rounds: each layer's context keys and values.
 DrafterState = tuple[LayerCache, ...]
 
 
@@ -77,7 +77,7 @@ def extend(
 
     Rows beyond what was committed may be passed: the next call overwrites them before anything sees them.
     """
-    capacity = state[0].keys.shape[1]
+    capacity = cache_capacity(state)
     positions = start[:, None] + jnp.arange(features.shape[1], dtype=start.dtype)[None]
     slots = positions if active is None else jnp.where(active[:, None], positions, capacity)
     context = context_features(params.fc, params.hidden_norm, config, features)
@@ -102,7 +102,8 @@ def block_hidden(
 ) -> Float[Array, "R gamma d"]:
     """h of every draft of one block a request: the parallel stage of a decoding round."""
     block = block_embeddings(params, config, anchor_tokens[:, None], params.fc.weight.dtype)
-    return backbone(params.layers, params.norm, config, block, anchor_positions[:, None], state)[:, 0]
+    context = tuple(ContextLayer(*layer.rows) for layer in state)
+    return backbone(params.layers, params.norm, config, block, anchor_positions[:, None], context)[:, 0]
 
 
 def base_logits(params: DrafterParams, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows V_d"]:

@@ -19,7 +19,7 @@ from dspark_jax.drafters.backbone import ContextLayer
 from dspark_jax.layers.anchor_attention import anchor_attention, first_visible
 from dspark_jax.layers.attention import project_keys_values
 from dspark_jax.layers.decoder import after_input_norm
-from dspark_jax.layers.kv_cache import LayerCache, init_cache, write
+from dspark_jax.layers.kv_cache import LayerCache, cache_capacity, init_cache, write
 from dspark_jax.layers.linear import embed
 from dspark_jax.layers.norm import rms_norm
 from dspark_jax.layers.rope import rope_tables
@@ -77,7 +77,7 @@ def extend(
     `features` are the target's of these tokens. Rows from `count` on may be anything: the next call overwrites them
     before anything sees them.
     """
-    capacity = state.cache.keys.shape[1]
+    capacity = cache_capacity(state.cache)
     hidden = _kind(config).fuse(params, config, features).astype(state.hidden.dtype)
     before = jnp.concatenate([state.hidden[:, None], hidden[:, :-1]], axis=1)
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=start.dtype)[None] - 1
@@ -101,7 +101,7 @@ def begin_steps(config: DraftModelConfig, hidden: Float[Array, "B A d"]) -> Step
 def draft_step(
     params: Any,
     config: DraftModelConfig,
-    context: LayerCache | ContextLayer,
+    context: ContextLayer,
     first: Int[Array, "B A 1"],
     anchor_pairs: Int[Array, "B A"],
     steps: Steps,

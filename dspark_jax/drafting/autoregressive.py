@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax.config import DraftModelConfig
 from dspark_jax.drafters import dspark, pairs
+from dspark_jax.drafters.backbone import ContextLayer
 from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.drafters.pairs import PairState
 from dspark_jax.drafting.chain import Choose, Law, drafted_chain
@@ -31,12 +32,12 @@ def propose_autoregressive(
     `noise` is a tree of arrays [R, γ, …]. With `law`, the proposal carries log q over the whole target vocabulary.
     """
     pair = anchor_positions[:, None] - 1
-    first = first_visible(pair, 1, None, None)
+    first, context = first_visible(pair, 1, None, None), ContextLayer(*state.cache.rows)
 
     def draft(carry, item):
         steps, tokens = carry
         k, noise_k = item
-        steps, hidden = pairs.draft_step(params, config, state.cache, first, pair, steps, tokens, pair + k, k)
+        steps, hidden = pairs.draft_step(params, config, context, first, pair, steps, tokens, pair + k, k)
         logits = dspark.base_logits(params, hidden[:, 0])
         rows = choose(logits[:, None], jax.tree.map(lambda x: x[:, None], noise_k))
         return (steps, dspark.target_token_ids(params, rows)), (rows[:, 0], logits)

@@ -16,7 +16,7 @@ from dspark_jax.io.files import (
     write_text,
 )
 from dspark_jax.io.layer_ids import from_engine_layer_ids, to_engine_layer_ids
-from dspark_jax.io.prompts import Prompt, PromptEncoder, check_messages, parse_prompt, read_prompts
+from dspark_jax.io.prompts import Prompt, PromptEncoder, check_messages, padded_length, parse_prompt, read_prompts
 from dspark_jax.io.target import Target, TargetDescription, describe_target, load_target, save_target
 from dspark_jax.io.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
@@ -44,6 +44,7 @@ __all__ = [
     "load_target",
     "load_tokenizer",
     "numbered_jsonl",
+    "padded_length",
     "parse_prompt",
     "read_json",
     "read_jsonl",

@@ -9,6 +9,8 @@ from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import numbered_jsonl
 from dspark_jax.io.tokenizer import Tokenizer
 
+_SHORTEST = 32
+
 _KINDS = ("input_ids", "prompt", "turns", "messages")
 
 
@@ -84,6 +86,15 @@ class Prompt:
                 raise InputError(
                     f"{self.location}: token id {index} is outside the vocabulary of {self.encoder.vocab_size}"
                 )
+
+
+def padded_length(length: int) -> int:
+    """The padded length of a prompt, for each is a compiled program: 32, 48, 64, 96, 128, 192, …; from 32 on less than
+    half too long."""
+    size = _SHORTEST
+    while size < length:
+        size += size // 2 if size & (size - 1) == 0 else size // 3
+    return size
 
 
 def read_prompts(path: str | os.PathLike, encoder: PromptEncoder) -> list[Prompt]:

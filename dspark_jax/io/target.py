@@ -26,7 +26,7 @@ from dspark_jax.io.tensors import INT8, TensorSource, check_tensors, load_parame
 from dspark_jax.io.tokenizer import Tokenizer, load_tokenizer
 from dspark_jax.layers.quantized import QuantizedWeight
 from dspark_jax.parameters import named_leaves
-from dspark_jax.targets.decoder import TargetParams, declare_target
+from dspark_jax.targets.decoder import TargetParams, declare_target, fuse_projections, is_fused
 from dspark_jax.targets.hf_fields import fields_from_config
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
@@ -80,15 +80,20 @@ class TargetDescription:
         dtype: Any = "float32",
         mesh: Mesh | None = None,
         stacked_layers: bool = False,
+        fused_projections: bool = False,
         without_layers: bool = False,
     ) -> Target:
         """Reads the weights: as `load_target`, with its errors; `without_layers` only embedding, norm and head."""
+        if fused_projections and mesh is not None:
+            raise ValueError("fused projections cannot be sharded: load them without a mesh")
         config = dataclasses.replace(self.config, stacked_layers=stacked_layers)
         declaration = declare_target(config)
         if without_layers:
             declaration = declaration.replace(layers=())
         with _open(self.files) as source:
             params = load_parameters(source, declaration, dtype, rename=hf_name, mesh=mesh, head_dim=config.head_dim)
+        if fused_projections and dtype != INT8:
+            params = fuse_projections(params)
         # Rounded to int8 it is another model.
         fingerprint = f"{self.fingerprint}-{INT8}" if dtype == INT8 else self.fingerprint
         return Target(config, params, self.tokenizer, self.eos_token_ids, self.name, fingerprint)
@@ -130,6 +135,7 @@ def load_target(
     dtype: Any = "float32",
     mesh: Mesh | None = None,
     stacked_layers: bool = False,
+    fused_projections: bool = False,
     allow_config_keys: Sequence[str] = (),
 ) -> Target:
     """Loads a target: a Hugging Face folder, a hub id such as "Qwen/Qwen3-4B", a .gguf file, or a name of
@@ -137,17 +143,19 @@ def load_target(
 
     Weights are cast to `dtype` and, with a mesh, sharded by `sharding.RULES`; each device reads its part only.
     With dtype "int8" the weights of products are quantised (`layers.quantized`), everything else is float32.
-    `stacked_layers` stores the layers as one tree with a leading axis. `allow_config_keys` names unknown keys of
-    the config that may be ignored. `config.num_valid_tokens` is the tokenizer's where it has fewer ids than the
-    vocabulary has rows.
+    `stacked_layers` stores the layers as one tree with a leading axis. `fused_projections` puts the weights of queries,
+    keys and values into one, and those of the MLP's two inputs: fewer and larger products decode faster. Such
+    parameters are on one device and cannot be saved; int8 weights are read in one pass anyway and stay as they are.
+    `allow_config_keys` names unknown keys of the config that may be ignored. `config.num_valid_tokens` is the
+    tokenizer's where it has fewer ids than the vocabulary has rows.
 
     Raises:
       InputError: anything wrong with the files, weights that are not finite in `dtype` included, in one line that names
         the file and the field or tensor.
-      ValueError: "int8" with a mesh.
+      ValueError: "int8" or `fused_projections` with a mesh.
     """
     description = describe_target(source, allow_config_keys=allow_config_keys)
-    return description.load(dtype=dtype, mesh=mesh, stacked_layers=stacked_layers)
+    return description.load(dtype=dtype, mesh=mesh, stacked_layers=stacked_layers, fused_projections=fused_projections)
 
 
 def _open(files: Path | GgufFile) -> AbstractContextManager[TensorSource]:
@@ -217,6 +225,8 @@ def save_target(
     """
     if isinstance(params.embed_tokens.weight, QuantizedWeight):
         raise ValueError("int8 weights cannot be saved; load the target in another dtype")
+    if is_fused(params):
+        raise ValueError("fused projections cannot be saved; load the target without them")
     eos = sorted(eos_token_ids)
     fields = fields_from_config(config) | {
         "architectures": [_ARCHITECTURES[config.model_type]],

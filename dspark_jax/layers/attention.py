@@ -1,12 +1,14 @@
 """Attention projections, and softmax attention of queries over one set of keys for each request."""
 
+from typing import Any, Self
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DecoderConfig
-from dspark_jax.layers.linear import Linear, declare_linear, linears, wide_dtype
+from dspark_jax.layers.linear import FusedLinear, Linear, declare_linear, fuse, linears, wide_dtype
 from dspark_jax.layers.norm import Norm, declare_norm, rms_norm
 from dspark_jax.layers.rope import apply_rope
 
@@ -16,12 +18,20 @@ _QUERY_CHUNK = 256
 
 @struct.dataclass
 class Attention:
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
+    """`qkv_proj` stands in the place of the first three where they are fused."""
+
+    q_proj: Linear | None
+    k_proj: Linear | None
+    v_proj: Linear | None
     o_proj: Linear
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    qkv_proj: FusedLinear | None = None
+
+    def fused(self) -> Self:
+        return self.replace(
+            q_proj=None, k_proj=None, v_proj=None, qkv_proj=fuse([self.q_proj, self.k_proj, self.v_proj])
+        )
 
 
 def declare_attention(config: DecoderConfig, input_size: int | None = None) -> Attention:
@@ -44,7 +54,8 @@ def project(
     params: Attention, config: DecoderConfig, x: Float[Array, "*rows d"], rope: tuple[Array, Array]
 ) -> tuple[Float[Array, "*rows heads D"], Float[Array, "*rows kv_heads D"], Float[Array, "*rows kv_heads D"]]:
     """Queries and keys with their norms and rotary positions, and values."""
-    q, k, v = (_heads(config, y) for y in linears([params.q_proj, params.k_proj, params.v_proj], x))
+    layers: Any = params.qkv_proj or [params.q_proj, params.k_proj, params.v_proj]
+    q, k, v = (_heads(config, y) for y in linears(layers, x))
     return _placed(params.q_norm, config, q, rope), _placed(params.k_norm, config, k, rope), v
 
 
@@ -52,7 +63,8 @@ def project_keys_values(
     params: Attention, config: DecoderConfig, x: Float[Array, "*rows d"], rope: tuple[Array, Array]
 ) -> tuple[Float[Array, "*rows kv_heads D"], Float[Array, "*rows kv_heads D"]]:
     """Keys with their norm and rotary positions, and values."""
-    k, v = (_heads(config, y) for y in linears([params.k_proj, params.v_proj], x))
+    layers: Any = [params.k_proj, params.v_proj]
+    k, v = (_heads(config, y) for y in linears(layers, x))
     return _placed(params.k_norm, config, k, rope), v
 
 
@@ -69,18 +81,23 @@ def _placed(
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     # jax.nn.dot_product_attention rounds scores to float32, which the exact float64 checks cannot use.
     requests, length, heads, width = q.shape
-    kv_heads, wide = k.shape[2], wide_dtype(q.dtype)
-    q = q.reshape(requests, length, kv_heads, heads // kv_heads, width)
-    scores = jnp.einsum("rtknd,rskd->rknts", q, k, preferred_element_type=wide) * width**-0.5
+    kv_heads, wide = k.shape[1], wide_dtype(q.dtype)
+    group = heads // kv_heads
+    # The queries that share a head's keys are the rows of one product.
+    q = jnp.moveaxis(q.reshape(requests, length, kv_heads, group, width), 1, 3)
+    q = q.reshape(requests, kv_heads, group * length, width)
+    scores = jnp.einsum("rkqd,rkds->rkqs", q, k, preferred_element_type=wide) * width**-0.5
+    scores = scores.reshape(requests, kv_heads, group, length, -1)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("rknts,rskd->rtknd", weights, v).reshape(requests, length, heads, width)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(requests, kv_heads, group * length, -1)
+    out = jnp.einsum("rkqs,rksd->rkqd", weights, v).reshape(requests, kv_heads, group, length, width)
+    return jnp.moveaxis(out, 3, 1).reshape(requests, length, heads, width)
 
 
 def attention(
     q: Float[Array, "R T heads D"],
-    k: Float[Array, "R S kv_heads D"],
-    v: Float[Array, "R S kv_heads D"],
+    k: Float[Array, "R kv_heads D S"],
+    v: Float[Array, "R kv_heads S D"],
     mask: Bool[Array, "R T S"],
 ) -> Float[Array, "R T heads D"]:
     """Softmax attention in float32 where `mask` is true; long runs of queries go in chunks."""

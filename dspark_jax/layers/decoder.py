@@ -31,6 +31,11 @@ class DecoderLayer:
     mlp: MLP
 
 
+def fuse_layer(params: DecoderLayer) -> DecoderLayer:
+    """The layer with one product for queries, keys and values, and one for the MLP's two inputs."""
+    return params.replace(self_attn=params.self_attn.fused(), mlp=params.mlp.fused())
+
+
 def declare_layer(config: DecoderConfig) -> DecoderLayer:
     return DecoderLayer(
         input_layernorm=declare_norm(config.hidden_size),

@@ -1,4 +1,8 @@
-"""Key/value cache of fixed slots: [R, S_max, kv_heads, D] for each layer, or with a leading layer axis."""
+"""Key/value cache of fixed slots for each layer, or with a leading layer axis.
+
+Keys lie as [R, kv_heads, D, S_max] and values as [R, kv_heads, S_max, D]: so neither is transposed by the products of
+attention, which on CPU takes longer than they do.
+"""
 
 from typing import Any
 
@@ -13,26 +17,37 @@ from dspark_jax.layers.decoder import Attend
 from dspark_jax.layers.packing import Packing
 from dspark_jax.sharding import constrain
 
-_AXES = ("batch", None, "kv_heads", None)
+_AXES = ("batch", "kv_heads", None, None)
 
 
 @struct.dataclass
 class LayerCache:
-    keys: Float[Array, "R S kv_heads D"]
-    values: Float[Array, "R S kv_heads D"]
+    keys: Float[Array, "R kv_heads D S"]
+    values: Float[Array, "R kv_heads S D"]
+
+    @property
+    def rows(self) -> tuple[Float[Array, "R S kv_heads D"], Float[Array, "R S kv_heads D"]]:
+        """Keys and values slot by slot."""
+        return jnp.moveaxis(self.keys, 3, 1), jnp.moveaxis(self.values, 2, 1)
 
 
 def init_cache(config: DecoderConfig, requests: int, capacity: int, dtype, stacked: bool = False) -> Any:
     """Zeroed caches of `capacity` slots a request: a tuple, one a layer, or one stacked `LayerCache`."""
-    shape = (requests, capacity, config.num_key_value_heads, config.head_dim)
+    before = (requests, config.num_key_value_heads)
+    keys, values = (*before, config.head_dim, capacity), (*before, capacity, config.head_dim)
+    layers, axes = config.num_hidden_layers, _AXES
     if stacked:
-        shape = (config.num_hidden_layers, *shape)
-        axes = ("layers", *_AXES)
-        return LayerCache(*(constrain(jnp.zeros(shape, dtype), axes) for _ in range(2)))
-    return tuple(
-        LayerCache(*(constrain(jnp.zeros(shape, dtype), _AXES) for _ in range(2)))
-        for _ in range(config.num_hidden_layers)
-    )
+        keys, values, axes = (layers, *keys), (layers, *values), ("layers", *_AXES)
+
+    def zeros() -> LayerCache:
+        return LayerCache(*(constrain(jnp.zeros(shape, dtype), axes) for shape in (keys, values)))
+
+    return zeros() if stacked else tuple(zeros() for _ in range(layers))
+
+
+def cache_capacity(cache: Any) -> int:
+    """Slots of each request."""
+    return (cache if isinstance(cache, LayerCache) else cache[0]).keys.shape[-1]
 
 
 def cache_bytes(config: DecoderConfig, requests: int, capacity: int, dtype) -> int:
@@ -48,22 +63,27 @@ def write(
     slots: Int[Array, "R T"],
 ) -> LayerCache:
     """Stores rows at their slots; a slot at or beyond S_max drops its row."""
-    rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
 
-    def put(buffer: Array, new: Array) -> Array:
-        return constrain(buffer.at[rows, slots].set(new.astype(buffer.dtype), mode="drop"), _AXES)
+    def put(layer: LayerCache, keys: Array, values: Array, slots: Array) -> LayerCache:
+        return LayerCache(
+            layer.keys.at[:, slots].set(keys.T.astype(layer.keys.dtype), mode="drop"),
+            layer.values.at[slots].set(values.astype(layer.values.dtype), mode="drop"),
+        )
 
-    return LayerCache(put(cache.keys, keys), put(cache.values, values))
+    return _constrained(jax.vmap(jax.vmap(put, (0, 1, 1, None)))(cache, keys, values, slots))
+
+
+def _constrained(cache: LayerCache) -> LayerCache:
+    return jax.tree.map(lambda x: constrain(x, _AXES), cache)
 
 
 def move(cache: Any, source: Int[Array, "R T"], destination: Int[Array, "R T"]) -> Any:
     """Copies rows of every layer from slot to slot, all read before any is written; see `write` for dropped rows."""
 
     def one(layer: LayerCache) -> LayerCache:
-        def rows(buffer: Array) -> Array:
-            return jnp.take_along_axis(buffer, source[:, :, None, None], axis=1)
-
-        return write(layer, rows(layer.keys), rows(layer.values), destination)
+        keys = jnp.take_along_axis(layer.keys, source[:, None, None, :], axis=3)
+        values = jnp.take_along_axis(layer.values, source[:, None, :, None], axis=2)
+        return write(layer, *LayerCache(keys, values).rows, destination)
 
     if isinstance(cache, LayerCache):
         return jax.vmap(one)(cache)
@@ -87,11 +107,11 @@ def packed_attention(packing: Packing, slots: Int[Array, "C"], masks: dict[int |
     """As `cached_attention`, for tokens packed on one axis: queries are spread over [R, N] and collected again."""
 
     def attend(q, k, v, cache, window):
-        def put(buffer: Array, new: Array) -> Array:
-            stored = buffer.at[packing.request, slots].set(new.astype(buffer.dtype), mode="drop")
-            return constrain(stored, _AXES)
-
-        cache = LayerCache(put(cache.keys, k), put(cache.values, v))
+        stored = LayerCache(
+            cache.keys.at[packing.request, :, :, slots].set(k.astype(cache.keys.dtype), mode="drop"),
+            cache.values.at[packing.request, :, slots].set(v.astype(cache.values.dtype), mode="drop"),
+        )
+        cache = _constrained(stored)
         keys, values = cache.keys.astype(q.dtype), cache.values.astype(q.dtype)
         return packing.gather(attention(packing.scatter(q), keys, values, masks[window])), cache
 

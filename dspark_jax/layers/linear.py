@@ -1,5 +1,6 @@
 """Matrix products with weights stored (out, in), as in Hugging Face files."""
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -21,6 +22,18 @@ _TALL = 4096
 class Linear:
     weight: Float[Array, "out in"] | QuantizedWeight
     bias: Float[Array, "out"] | None = None
+
+
+@struct.dataclass
+class FusedLinear:
+    """Layers of one input in one weight, their outputs one after the other: one product instead of several small ones.
+
+    `sizes`: outputs of each.
+    """
+
+    weight: Float[Array, "out in"]
+    bias: Float[Array, "out"] | None
+    sizes: tuple[int, ...] = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -77,8 +90,18 @@ def linear(params: Linear, x: Float[Array, "*rows in"]) -> Float[Array, "*rows o
     return linears([params], x)[0]
 
 
-def linears(layers: Sequence[Linear], x: Float[Array, "*rows in"]) -> list[Float[Array, "*rows out"]]:
+def fuse(layers: Sequence[Linear]) -> FusedLinear:
+    """Layers with a bias each or none, whose weights may have a leading axis of stacked layers."""
+    weights, biases = [params.weight for params in layers], [params.bias for params in layers]
+    bias = None if biases[0] is None else jnp.concatenate(biases, axis=-1)
+    return FusedLinear(jnp.concatenate(weights, axis=-2), bias, tuple(weight.shape[-2] for weight in weights))
+
+
+def linears(layers: Sequence[Linear] | FusedLinear, x: Float[Array, "*rows in"]) -> list[Float[Array, "*rows out"]]:
     """Several layers of one input; int8 weights are read in one pass."""
+    if isinstance(layers, FusedLinear):
+        ends = list(itertools.accumulate(layers.sizes))[:-1]
+        return jnp.split(_biased(matmul(x, layers.weight), layers.bias), ends, axis=-1)
     weights = [params.weight for params in layers]
     if all(isinstance(weight, QuantizedWeight) for weight in weights):
         found = [y.astype(x.dtype) for y in quantized.products(x, weights)]

@@ -8,8 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import TargetConfig
 from dspark_jax.layers.attention import attention, visible
-from dspark_jax.layers.decoder import Attend, apply_layers, declare_layers
-from dspark_jax.layers.kv_cache import cached_attention, packed_attention
+from dspark_jax.layers.decoder import Attend, apply_layers, declare_layers, fuse_layer
+from dspark_jax.layers.kv_cache import cache_capacity, cached_attention, packed_attention
 from dspark_jax.layers.linear import Embedding, Linear, declare_embedding, declare_linear, embed, matmul, wide_dtype
 from dspark_jax.layers.norm import Norm, declare_norm, rms_norm
 from dspark_jax.layers.packing import Packing
@@ -47,6 +47,19 @@ def declare_target(config: TargetConfig) -> TargetParams:
         if config.tie_word_embeddings
         else declare_linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), standard_deviation=std),
     )
+
+
+def fuse_projections(params: TargetParams) -> TargetParams:
+    """The same function with fewer products: one for queries, keys and values, one for the MLP's two inputs."""
+    layers = params.layers
+    fused = tuple(map(fuse_layer, layers)) if isinstance(layers, tuple) else fuse_layer(layers)
+    return params.replace(layers=fused)
+
+
+def is_fused(params: TargetParams) -> bool:
+    """Whether `fuse_projections` made them."""
+    layers = params.layers if isinstance(params.layers, tuple) else (params.layers,)
+    return any(layer.self_attn.qkv_proj is not None for layer in layers)
 
 
 def head_weight(params: TargetParams) -> Float[Array, "V d"] | QuantizedWeight:
@@ -98,7 +111,7 @@ def forward_cached(
     Their keys and values go to the slots of the same numbers; a request that is not `active` stores nothing.
     """
     positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=start.dtype)[None]
-    keys = _cache_slots(config, cache, tokens)
+    keys = _cache_slots(cache, tokens)
     masks = {window: visible(positions, keys, window) for window in set(config.sliding_windows)}
     attend = cached_attention(_stored(positions, keys.shape[1], active), masks)
     return forward(params, config, tokens, positions, attend, cache, taps)
@@ -121,7 +134,7 @@ def forward_tree(
     `ancestors`, itself included. Sliding windows count positions.
     """
     nodes = jnp.arange(tokens.shape[1], dtype=start.dtype)[None]
-    slots = _cache_slots(config, cache, tokens)
+    slots = _cache_slots(cache, tokens)
     masks = _tree_masks(config, depths, ancestors, start, slots)
     attend = cached_attention(_stored(start[:, None] + nodes, slots.shape[1], active), masks)
     return forward(params, config, tokens, start[:, None] + depths, attend, cache, taps)
@@ -143,7 +156,7 @@ def forward_packed(
     A packed node's ancestors must be packed too. Queries are spread over [R, N] for attention, so that each request's
     cache is read once; everything else runs on the packed axis.
     """
-    masks = _tree_masks(config, depths, ancestors, start, _cache_slots(config, cache, tokens))
+    masks = _tree_masks(config, depths, ancestors, start, _cache_slots(cache, tokens))
     slots = packing.gather(jnp.broadcast_to(start[:, None], tokens.shape)) + packing.node
     positions = packing.gather(start[:, None] + depths)
     attend = packed_attention(packing, slots, masks)
@@ -169,8 +182,8 @@ def _tree_masks(
     return {window: seen & visible(positions, key_positions, window) for window in set(config.sliding_windows)}
 
 
-def _cache_slots(config: TargetConfig, cache: Any, tokens: Int[Array, "R T"]) -> Int[Array, "R S"]:
-    capacity = cache.keys.shape[2] if config.stacked_layers else cache[0].keys.shape[1]
+def _cache_slots(cache: Any, tokens: Int[Array, "R T"]) -> Int[Array, "R S"]:
+    capacity = cache_capacity(cache)
     return jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32)[None], (tokens.shape[0], capacity))
 
 
@@ -194,6 +207,6 @@ def forward_documents(
     masks = {window: visible(index, index, window) & same for window in set(config.sliding_windows)}
 
     def attend(q, k, v, cache, window):
-        return attention(q, k, v, masks[window]), cache
+        return attention(q, jnp.moveaxis(k, 1, 3), jnp.moveaxis(v, 1, 2), masks[window]), cache
 
     return forward(params, config, tokens, positions, attend, None, taps, dtype)

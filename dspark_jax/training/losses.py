@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DrafterConfig, DraftModelConfig
 from dspark_jax.drafters import dspark, markov, pairs
@@ -18,7 +18,7 @@ from dspark_jax.drafters.backbone import backbone, context_features, context_key
 from dspark_jax.drafters.confidence import confidence_logits
 from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.layers.linear import embed, matmul
-from dspark_jax.training.anchors import Batch, Blocks, gather_teacher
+from dspark_jax.training.anchors import Batch, Blocks, gather_teacher, valid_anchors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,51 @@ def draft_rows(params: DrafterParams, config: DraftModelConfig, ids: Int[Array, 
     return table[ids]
 
 
+@struct.dataclass
+class TeacherSummary:
+    """What a reduced draft vocabulary's losses need of the target's whole law: log Σ exp of its logits, its best id."""
+
+    log_normalizer: Float[Array, "*rows"]
+    best: Int[Array, "*rows"]
+
+
+# Positions of a chunk of `summarize_teacher`: few, so that chunks of prompts and of padding are skipped.
+_SUMMARY_CHUNK = 64
+
+
+def summarize_teacher(
+    teacher_head: Float[Array, "V d"],
+    hidden: Float[Array, "B T d"],
+    wanted: Bool[Array, "B T"],
+    num_valid_tokens: int,
+) -> TeacherSummary:
+    """[B, T], once for each position however many blocks read it; an infinite normalizer and no id, -1, where none is
+    `wanted`."""
+    rows, length, width = hidden.shape
+    ids = jnp.arange(teacher_head.shape[0], dtype=jnp.int32)
+    chunk = min(_SUMMARY_CHUNK, rows * length)
+    padding = -(rows * length) % chunk
+
+    def summarize(hidden):
+        logits = _teacher_logits(hidden, teacher_head, ids, num_valid_tokens)
+        return jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def skip(hidden):
+        return jnp.full(chunk, jnp.inf, jnp.float32), jnp.full(chunk, -1, jnp.int32)
+
+    parts = jnp.pad(hidden.reshape(-1, width), ((0, padding), (0, 0))).reshape(-1, chunk, width)
+    needed = jnp.any(jnp.pad(wanted.reshape(-1), (0, padding)).reshape(-1, chunk), axis=1)
+    out = jax.lax.map(lambda part: jax.lax.cond(part[0], summarize, skip, part[1]), (needed, parts))
+    log_normalizer, best = (x.reshape(-1)[: rows * length].reshape(rows, length) for x in out)
+    return TeacherSummary(jnp.where(wanted, log_normalizer, jnp.inf), jnp.where(wanted, best, -1))
+
+
+def _teacher_logits(hidden: Array, head: Array, ids: Int[Array, "rows"], num_valid_tokens: int) -> Array:
+    """Logits of the ids that are the head's rows, in float32; -inf for rows that only pad the vocabulary."""
+    logits = matmul(hidden, head, jnp.float32)
+    return jnp.where((ids < num_valid_tokens)[None], logits, -jnp.inf)
+
+
 def vocabulary_terms(
     params: DrafterParams,
     teacher_head: Float[Array, "V d"],
@@ -94,6 +139,7 @@ def vocabulary_terms(
     rows: Int[Array, "n"],
     num_valid_tokens: int,
     chunk: int,
+    summary: TeacherSummary | None = None,
 ) -> tuple[Float[Array, "n"], Float[Array, "n"], Float[Array, "n"], Float[Array, "n"], Float[Array, "n"]]:
     """Cross-entropy against the draft row, ‖p_d - p_t‖₁ (0 to 2), KL(p_t ‖ p_d), soft cross-entropy, whether the best
     row is the true one.
@@ -103,6 +149,8 @@ def vocabulary_terms(
     sum of p_t·log(p_t / p_d) over the tokens that are present, p_t not renormalised, and may be under 0. The soft
     cross-entropy is -Σ p·log p_d, p being p_t renormalised over the present tokens; it is 0 where the target's best
     token is not among them. Gradients flow to `hidden`, `latents`, W2 and a head of the drafter's own.
+
+    `summary` [n]: given exactly with a reduced draft vocabulary; the target's other logits are then not computed.
     """
     count = hidden.shape[0]
     chunk = min(chunk, count)
@@ -110,25 +158,26 @@ def vocabulary_terms(
     head = params.lm_head.weight
     if "lm_head" in params.FROZEN:
         head = jax.lax.stop_gradient(head)
-    teacher_head = jax.lax.stop_gradient(teacher_head)
+    ids, reduced = params.draft_token_ids, params.draft_token_ids is not None
+    ids = ids if reduced else jnp.arange(teacher_head.shape[0], dtype=jnp.int32)
+    teacher_head = jax.lax.stop_gradient(teacher_head[ids] if reduced else teacher_head)
+    known = None
+    if reduced:
+        known = (summary.log_normalizer, jnp.isin(summary.best, ids))
 
     @jax.checkpoint
     def terms(part):
-        hidden, latents, teacher, rows = part
+        hidden, latents, teacher, rows, known = part
         logits = matmul(hidden, head, jnp.float32)
         if latents is not None:
             logits = logits + matmul(latents, params.markov_head.markov_w2.weight, jnp.float32)
-        teacher_logits = matmul(teacher, teacher_head, jnp.float32)
-        if num_valid_tokens < teacher_logits.shape[-1]:
-            real = jnp.arange(teacher_logits.shape[-1], dtype=jnp.int32)[None] < num_valid_tokens
-            teacher_logits = jnp.where(real, teacher_logits, -jnp.inf)
-        p_target = jax.nn.softmax(teacher_logits, axis=-1)
-        absent = jnp.zeros(hidden.shape[0], jnp.float32)
-        best_is_present = jnp.ones(hidden.shape[0], bool)
-        if params.draft_token_ids is not None:
-            most = jnp.max(p_target, axis=-1)
-            p_target = p_target[:, params.draft_token_ids]
-            best_is_present = jnp.max(p_target, axis=-1) >= most
+        teacher_logits = _teacher_logits(teacher, teacher_head, ids, num_valid_tokens)
+        if known is None:
+            p_target = jax.nn.softmax(teacher_logits, axis=-1)
+            absent, best_is_present = jnp.zeros(rows.shape, jnp.float32), jnp.ones(rows.shape, bool)
+        else:
+            log_normalizer, best_is_present = known
+            p_target = jnp.exp(teacher_logits - log_normalizer[:, None])
             absent = jnp.maximum(1.0 - jnp.sum(p_target, axis=-1), 0.0)
         log_draft = jax.nn.log_softmax(logits, axis=-1)
         distance = jnp.sum(jnp.abs(jnp.exp(log_draft) - p_target), axis=-1) + absent
@@ -146,7 +195,7 @@ def vocabulary_terms(
         x = jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)))
         return x.reshape(-1, chunk, *x.shape[1:])
 
-    parts = jax.tree.map(split, (hidden, latents, jax.lax.stop_gradient(teacher), rows))
+    parts = jax.tree.map(split, (hidden, latents, jax.lax.stop_gradient(teacher), rows, known))
     out = jax.lax.map(terms, parts)
     return tuple(x.reshape(-1)[:count] for x in out)
 
@@ -190,6 +239,11 @@ def block_losses(
         latents = markov.latents(params.markov_head, config, previous, hidden)
     teacher = gather_teacher(last_hidden, blocks.anchors, config.num_drafts)
     rows = draft_rows(params, config, blocks.targets)
+    summary = None
+    if config.reduced_vocabulary:
+        summary = summarize_teacher(teacher_head, last_hidden, valid_anchors(batch), num_valid_tokens)
+        summary = jax.tree.map(lambda x: gather_teacher(x[..., None], blocks.anchors, config.num_drafts), summary)
+        summary = jax.tree.map(lambda x: x.reshape(-1), summary)
 
     def flat(x):
         return None if x is None else x.reshape(-1, x.shape[-1])
@@ -203,6 +257,7 @@ def block_losses(
         rows.reshape(-1),
         num_valid_tokens,
         loss.chunk,
+        summary,
     )
     cross_entropy, distance, forward_kl, soft, agreement = (x.reshape(blocks.slots.shape) for x in terms)
     weights = slot_weights(blocks, loss.decay)

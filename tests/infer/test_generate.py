@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infer.batching import bucket
+from dspark_jax.io import padded_length
 from infer.decoding import Decoder
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -193,7 +193,7 @@ def test_one_compilation_for_a_bucket(infer, tmp_path, files, models, golden_req
 
 def test_buckets_are_few_and_close():
     lengths = np.arange(32, 5000)
-    padded = np.array([bucket(int(length)) for length in lengths])
+    padded = np.array([padded_length(int(length)) for length in lengths])
     assert (padded >= lengths).all() and (padded < lengths * 1.5).all()
     assert len(set(padded)) < 20
 

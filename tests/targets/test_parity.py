@@ -180,3 +180,24 @@ def _greedy(params, config, tokens, start, cache):
     output = forward_cached(params, config, tokens, start, cache)
     logits = target_logits(params, config, output.hidden[:, -1])
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), output.cache
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_fused_projections_are_the_same_function(stacked):
+    """To rounding; and they are refused where they would be wrong or lost."""
+    plain = load_target(GOLDENS / "target")
+    fused = load_target(GOLDENS / "target", fused_projections=True, stacked_layers=stacked)
+    layer = fused.params.layers if stacked else fused.params.layers[0]
+    assert (
+        layer.self_attn.q_proj is None and layer.mlp.gate_up_proj.weight.shape[-2] == 2 * plain.config.intermediate_size
+    )
+    logits, expected = (run(target, IDS % plain.config.vocab_size)[0] for target in (fused, plain))
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_fused_projections_are_refused_on_a_mesh_and_in_a_file(tmp_path):
+    with pytest.raises(ValueError, match="without a mesh"):
+        load_target(GOLDENS / "target", fused_projections=True, mesh=make_mesh(1, 8))
+    fused = load_target(GOLDENS / "target", fused_projections=True)
+    with pytest.raises(ValueError, match="cannot be saved"):
+        save_target(tmp_path / "saved", fused.config, fused.params)

@@ -14,12 +14,14 @@ from dspark_jax.layers.kv_cache import init_cache
 from dspark_jax.layers.linear import Embedding, Linear, embed, matmul
 from dspark_jax.parameters import named_leaves
 from dspark_jax.targets.decoder import forward_cached, forward_documents, head_weight
+from dspark_jax.training import losses
 from dspark_jax.training.anchors import Batch, make_blocks
 from dspark_jax.training.losses import (
     LossConfig,
     block_losses,
     draft_blocks,
     draft_rows,
+    summarize_teacher,
     total_loss,
     vocabulary_terms,
 )
@@ -134,7 +136,13 @@ def test_chunked_terms_equal_whole_ones(draft_vocab_size, num_valid_tokens):
 
     def run(chunk, w2, hidden=hidden):
         params = drafter.replace(markov_head=drafter.markov_head.replace(markov_w2=Linear(weight=w2)))
-        return vocabulary_terms(params, head_weight(target), hidden, latents, teacher, rows, num_valid_tokens, chunk)
+        summary = None
+        if config.reduced_vocabulary:
+            wanted = jnp.ones((1, 10), bool)
+            summary = summarize_teacher(head_weight(target), teacher[None], wanted, num_valid_tokens)
+            summary = jax.tree.map(lambda x: x[0], summary)
+        inputs = (params, head_weight(target), hidden, latents, teacher, rows)
+        return vocabulary_terms(*inputs, num_valid_tokens, chunk, summary)
 
     w2 = drafter.markov_head.markov_w2.weight
     logits = hidden @ drafter.lm_head.weight.T + latents @ w2.T
@@ -282,3 +290,26 @@ def test_trainer_and_decoder_see_the_same(window):
             drafter, config, state, batch.tokens[:, position], jnp.full(1, position, jnp.int32)
         )
         np.testing.assert_allclose(decoded[0], trained[0, index], atol=1e-4)
+
+
+def test_the_teacher_s_summary_of_wanted_positions_and_of_others(monkeypatch):
+    """Chunks without a wanted position are skipped; what is not wanted makes no term or gradient infinite."""
+    monkeypatch.setattr(losses, "_SUMMARY_CHUNK", 4)
+    config = drafter_config(target_config(11), draft_vocab_size=6)
+    target = random_target(target_config(11))
+    drafter = random_drafter(config, target)
+    hidden = jax.random.normal(jax.random.key(0), (2, 7, 16))
+    wanted = jnp.zeros((2, 7), bool).at[0, 5].set(True).at[1, 1:3].set(True)
+    summary = summarize_teacher(head_weight(target), hidden, wanted, 9)
+    logits = (hidden @ head_weight(target).T)[..., :9]
+    np.testing.assert_allclose(summary.log_normalizer[wanted], jax.nn.logsumexp(logits, axis=-1)[wanted], atol=1e-5)
+    np.testing.assert_array_equal(summary.best[wanted], jnp.argmax(logits, axis=-1)[wanted])
+    assert np.isposinf(summary.log_normalizer[~wanted]).all() and (np.asarray(summary.best)[~wanted] == -1).all()
+
+    def total(hidden):
+        flat = (hidden.reshape(-1, 16), None, hidden.reshape(-1, 16), jnp.zeros(14, jnp.int32))
+        known = jax.tree.map(lambda x: x.reshape(-1), summary)
+        return sum(term.sum() for term in vocabulary_terms(drafter, head_weight(target), *flat, 9, 5, known))
+
+    value, gradient = jax.value_and_grad(total)(hidden)
+    assert np.isfinite(value) and np.isfinite(gradient).all()
