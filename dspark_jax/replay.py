@@ -7,6 +7,7 @@ only if it is the text. A round then needs of the target the states that the dra
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,12 @@ class Texts:
     lengths: Int[Array, "R"]
     states: Float[Array, "R S m_and_one d"]
 
+    def padded(self, capacity: int) -> "Texts":
+        """The same with room for at least so many tokens each, so that texts of few shapes are replayed."""
+        more = max(capacity - self.tokens.shape[1], 0)
+        room = ((0, 0), (0, more))
+        return self.replace(tokens=jnp.pad(self.tokens, room), states=jnp.pad(self.states, (*room, (0, 0), (0, 0))))
+
     def answers(self) -> list[list[int]]:
         """The new tokens of each request, on the host."""
         spans = zip(self.tokens, self.prompt_lengths, self.lengths, strict=True)
@@ -64,7 +71,7 @@ class _Writing:
 
     texts: Texts
     written: Int[Array, "R"]
-    cache: object
+    cache: Any
 
 
 def states_of(out: TargetOutput, taps: tuple[int, ...]) -> Float[Array, "R T m_and_one d"]:

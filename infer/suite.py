@@ -11,7 +11,7 @@ import tyro
 from tqdm import tqdm
 
 from dspark_jax import DecodeConfig, DraftModelConfig
-from dspark_jax.io import Drafter, InputError, Prompt, Target, describe_drafter, write_json
+from dspark_jax.io import Drafter, InputError, Target, describe_drafter, write_json
 from dspark_jax.io.outputs import check_report
 from dspark_jax.io.report import environment
 from dspark_jax.io.tensors import INT8
@@ -40,7 +40,7 @@ class SuiteOptions:
     it as .png. Speed is measured by evaluate.
     """
 
-    suite: tyro.conf.Positional[str]
+    suite: tyro.conf.Positional[str] = ""
     """YAML file of the suite, or the name of a shipped one. Its paths are relative to it."""
     target: str | None = None
     """Instead of the suite's: folder of a Hugging Face checkpoint, a hub id, or a .gguf file."""
@@ -107,12 +107,14 @@ def run_suite(options: SuiteOptions) -> None:
     taps = tuple(sorted({layer for config in configs.values() for layer in config.taps}))
     most = max(map(len, files.values()))
     rows_at_once = min(options.batch_size, most)
-    first = next(iter(configs.values()))
+    new = next(iter(configs.values())).max_new_tokens
     beyond = max(config.depth for config in configs.values())
-    _print_sizes(description, files, rows_at_once, first.max_new_tokens + beyond, len(taps) + 1, options.dtype)
+    longest = max(len(prompt.turn_ids()) for prompts in files.values() for prompt in prompts)
+    capacity = bucket(longest) + new + beyond + 1
+    _print_sizes(description, rows_at_once, capacity, len(taps) + 1, options.dtype)
     target = load_described(decoding, description)
     rows = _load_rows(suite, configs, decoding, target)
-    recorder = Recorder(target, rows_at_once, first.max_new_tokens, options.seed, taps, beyond)
+    recorder = Recorder(target, rows_at_once, new, options.seed, taps, beyond, capacity)
     all_findings = []
     requests = sum(prompt.num_turns for prompts in files.values() for prompt in prompts)
     with tqdm(total=requests * len(suite.temperatures) * (1 + len(rows)), unit="request") as bar:
@@ -170,17 +172,8 @@ def _load_rows(suite: Suite, configs: dict[str, DecodeConfig], options: Decoding
     return rows
 
 
-def _print_sizes(
-    description: Description,
-    files: dict[str, list[Prompt]],
-    rows: int,
-    added: int,
-    layers: int,
-    dtype: str,
-) -> None:
-    """Says what the first turns of the longest prompts take. `added`: positions beside the prompt's."""
-    longest = max(len(prompt.turn_ids()) for prompts in files.values() for prompt in prompts)
-    capacity = bucket(longest) + added + 1
+def _print_sizes(description: Description, rows: int, capacity: int, layers: int, dtype: str) -> None:
+    """Says what is in memory beside the weights."""
     print_cache_size(description, rows, capacity, dtype)
     width = jnp.dtype("float32" if dtype == INT8 else dtype).itemsize
     size = rows * capacity * layers * description.target.config.hidden_size * width

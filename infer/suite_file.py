@@ -75,8 +75,8 @@ def find_suite(source: str) -> Path:
         return path
     shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.yaml"))}
     if source not in shipped:
-        known = ", ".join(shipped) or "none"
-        raise InputError(f"{source}: no such suite; name a YAML file, or a shipped one ({known})")
+        given = f"{source}: no such suite" if source else "no suite is given"
+        raise InputError(f"{given}; name a YAML file, or a shipped suite ({', '.join(shipped) or 'there is none'})")
     return shipped[source]
 
 

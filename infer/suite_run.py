@@ -85,7 +85,7 @@ class TextCounts:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recorder:
     """How texts are written: `rows` together, at most `max_new_tokens` each. `taps`: layers to record, those of all
-    drafters; `beyond`: the most drafts of any.
+    drafters; `beyond`: the most drafts of any; `capacity`: tokens that there is room for where texts are replayed.
     """
 
     target: Target
@@ -94,6 +94,7 @@ class Recorder:
     seed: int
     taps: tuple[int, ...]
     beyond: int
+    capacity: int
 
     @property
     def config(self) -> DecodeConfig:
@@ -126,6 +127,8 @@ def measure_file(
         texts = record_texts(
             target.params, batch.tokens, batch.lengths, requests, recorder.config, recorder.taps, recorder.beyond
         )
+        # One shape for all files where it can be: each method is then compiled once.
+        texts = texts.padded(recorder.capacity)
         answers = texts.answers()[: len(asked)]
         ended = sum(new[-1] in target.eos_token_ids for new in answers if new)
         read, new = sum(len(request.ids) for request in asked), sum(map(len, answers))

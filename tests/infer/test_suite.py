@@ -137,6 +137,7 @@ def test_a_wrong_suite_is_refused_in_one_line(infer, write_suite, name):
 def test_wrong_options_are_refused_in_one_line(infer, tmp_path, write_suite):
     suite = str(write_suite())
     for arguments, words in (
+        ([], ["no suite is given", "YAML file"]),
         (["other"], ["other: no such suite", "shipped"]),
         (["other.yaml"], ["other.yaml: no such file"]),
         ([suite, "--limit", "0"], ["--limit 0"]),
