@@ -43,7 +43,7 @@ class SuiteOptions:
     suite: tyro.conf.Positional[str] = ""
     """YAML file of the suite, or the name of a shipped one. Its paths are relative to it."""
     target: str | None = None
-    """Instead of the suite's: folder of a Hugging Face checkpoint, a hub id, or a .gguf file."""
+    """Instead of the suite's: folder of a Hugging Face checkpoint, a hub id, a .gguf file, or smollm2."""
     output: Path = Path("suite.json")
     """JSON file to write; the plot goes beside it as .png."""
     limit: int | None = None

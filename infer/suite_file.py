@@ -7,6 +7,7 @@ from pathlib import Path
 from dspark_jax import TreeKind, TreeSpec
 from dspark_jax.io import InputError
 from dspark_jax.io.command_line import read_file
+from dspark_jax.io.named_models import locate
 from dspark_jax.io.outputs import check_input
 from infer.methods import MethodName
 from infer.options import DEFAULT_BUDGET
@@ -20,7 +21,8 @@ MEAN = "mean"
 class SuiteDrafter:
     """A drafter, and the methods to draft with it.
 
-    `path`: its folder, relative to the suite's file. `optional`: without its folder it is listed as not measured.
+    `path`: its folder, relative to the suite's file, or a name of `named_models`. `optional`: without its folder it is
+    listed as not measured.
     `paper`: published τ to print beside, by prompt file without its suffix, or "mean"; at `paper_temperature`, by
     default the first of the suite's. `paper_note` says what they are about.
     """
@@ -95,7 +97,7 @@ def read_suite(path: Path) -> Suite:
         suite,
         target=target,
         prompts=tuple(folder / file for file in suite.prompts),
-        drafters=tuple(dataclasses.replace(drafter, path=folder / drafter.path) for drafter in suite.drafters),
+        drafters=tuple(dataclasses.replace(each, path=_drafter_folder(folder, each)) for each in suite.drafters),
     )
     _check(suite, path)
     first = suite.temperatures[0]
@@ -104,6 +106,21 @@ def read_suite(path: Path) -> Suite:
         for each in suite.drafters
     )
     return dataclasses.replace(suite, drafters=tuple(drafters))
+
+
+def _drafter_folder(folder: Path, drafter: SuiteDrafter) -> Path:
+    """Where the drafter lies or, if there is none, should lie. Raises an InputError for a name without its model."""
+    here = folder / drafter.path
+    if here.exists():
+        return here
+    try:
+        named = locate(str(drafter.path))
+    except InputError:
+        if not drafter.optional:
+            raise
+        return here
+    # A path comes back as it is; it is relative to the suite's file, not to where the command runs.
+    return named if isinstance(named, Path) else here
 
 
 def _check(suite: Suite, path: Path) -> None:

@@ -97,6 +97,19 @@ def test_options_instead_of_the_suites(infer, tmp_path, models, write_suite, mon
     assert found["temperature"] == 0.5 and found["texts"]["second"]["new_tokens"] == 6
 
 
+def test_a_drafter_by_its_name(write_suite, monkeypatch, tmp_path):
+    """A folder beside the suite goes before the name; one where the command runs is not meant."""
+    folder = GOLDENS / "dflash"
+    monkeypatch.setattr(suite_file, "locate", lambda source: folder if source == "known" else source)
+    monkeypatch.chdir(GOLDENS)
+    drafters = [{"label": name, "path": name, "optional": True} for name in ("known", "dflash")]
+    suite = suite_file.read_suite(write_suite(drafters=drafters))
+    assert [each.path for each in suite.drafters] == [folder, tmp_path / "dflash"]
+    (tmp_path / "known").mkdir()
+    suite = suite_file.read_suite(write_suite(drafters=drafters))
+    assert suite.drafters[0].path == tmp_path / "known"
+
+
 WRONG = {
     "unknown key": ({"targt": "x"}, ["small.yaml", "unknown key targt", "known: drafters"]),
     "unknown key of a drafter": ({"drafters": [drafter(pth="x")]}, ["unknown key drafters[0].pth"]),
