@@ -178,7 +178,7 @@ def replay_rounds(
     @under_auto_axes
     def run(drafter, texts, requests):
         def observed_round(state: DecodeState):
-            proposal = propose_round(drafter, config, state, target_noise(config, state))
+            proposal = propose_round(drafter, config, state, _noise(config, state))
             verification = _verify(config, texts, taps, state, proposal)
             return commit(drafter, config, state, proposal, verification), proposal.confidence_logits
 
@@ -202,7 +202,7 @@ def replay_positions(
     @under_auto_axes
     def run(drafter, texts, requests):
         def observed_round(state: DecodeState):
-            proposal = propose_round(drafter, config, state, target_noise(config, state))
+            proposal = propose_round(drafter, config, state, _noise(config, state))
             accepted = _verify(config, texts, taps, state, proposal).verdict.accepted
             alone = anchors_alone(state)
             verification = _verify(config, texts, taps, state, alone)
@@ -244,6 +244,11 @@ def _begin(
     )
     first = jnp.take_along_axis(texts.tokens, lengths[:, None], axis=1)
     return append(state, config, first, jnp.ones_like(lengths), None)
+
+
+def _noise(config: DecodeConfig, state: DecodeState) -> Float[Array, "R depth+1 V"]:
+    """The target's noise that drafts share; the last token of a round is in the text, and needs none."""
+    return jnp.pad(target_noise(config, state, config.depth - 1), ((0, 0), (0, 1), (0, 0)))
 
 
 def _verify(

@@ -97,7 +97,10 @@ def read_suite(path: Path) -> Suite:
         suite,
         target=target,
         prompts=tuple(folder / file for file in suite.prompts),
-        drafters=tuple(dataclasses.replace(each, path=_drafter_folder(folder, each)) for each in suite.drafters),
+        drafters=tuple(
+            dataclasses.replace(each, path=_drafter_folder(folder, each, f"{path}: drafters[{index}].path"))
+            for index, each in enumerate(suite.drafters)
+        ),
     )
     _check(suite, path)
     first = suite.temperatures[0]
@@ -108,16 +111,16 @@ def read_suite(path: Path) -> Suite:
     return dataclasses.replace(suite, drafters=tuple(drafters))
 
 
-def _drafter_folder(folder: Path, drafter: SuiteDrafter) -> Path:
+def _drafter_folder(folder: Path, drafter: SuiteDrafter, place: str) -> Path:
     """Where the drafter lies or, if there is none, should lie. Raises an InputError for a name without its model."""
     here = folder / drafter.path
     if here.exists():
         return here
     try:
         named = locate(str(drafter.path))
-    except InputError:
+    except InputError as error:
         if not drafter.optional:
-            raise
+            raise InputError(f"{place}: {error}") from error
         return here
     # A path comes back as it is; it is relative to the suite's file, not to where the command runs.
     return named if isinstance(named, Path) else here
