@@ -83,7 +83,7 @@ def record_rounds(
                 observed = Recording(None, None, decided_edges(proposal, verification.verdict))
             return commit(drafter, config, state, proposal, verification), observed
 
-        return _record(config, observed_round, prefill(target, drafter, config, requests, tokens, lengths))
+        return observe_rounds(config, observed_round, prefill(target, drafter, config, requests, tokens, lengths))
 
     return run(target, drafter, tokens, lengths, requests)
 
@@ -116,13 +116,15 @@ def record_positions(
             verification = verify(target, chain, state, alone, noise[:, :1])
             return commit(drafter, chain, state, alone, verification), observed
 
-        return _record(chain, observed_round, prefill(target, drafter, chain, requests, tokens, lengths))
+        return observe_rounds(chain, observed_round, prefill(target, drafter, chain, requests, tokens, lengths))
 
     return run(target, drafter, tokens, lengths, requests)
 
 
-def _record(config: DecodeConfig, observed_round: Callable, state: DecodeState) -> tuple[Generation, Any]:
-    """Runs rounds to the end. What `observed_round(state)` gives beside the new state is kept at [R, round]."""
+def observe_rounds(config: DecodeConfig, observed_round: Callable, state: DecodeState) -> tuple[Generation, Any]:
+    """Runs rounds from `state` to the end. What `observed_round(state)` gives beside the new state is kept at
+    [R, round].
+    """
 
     def body(carry):
         state, recording = carry

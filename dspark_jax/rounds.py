@@ -59,7 +59,7 @@ def _token_log_probabilities(logits: Float[Array, "R N V"], tokens: Int[Array, "
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _append(
+def append(
     state: DecodeState, config: DecodeConfig, tokens: Int[Array, "R N"], count: Int[Array, "R"], log_probabilities
 ) -> DecodeState:
     """Appends the first `count` tokens of each active request, cut after the first EOS and at max_tokens."""
@@ -144,7 +144,7 @@ def prefill_chunk(
     filtered = filter_logits(logits, state.requests.sampling)
     first = choose(filtered, _noise_at(config, state, lengths[:, None]), state.requests.sampling)
     log_probabilities = _token_log_probabilities(logits, first) if config.log_probabilities else None
-    return _append(state, config, first, jnp.ones(count, jnp.int32), log_probabilities)
+    return append(state, config, first, jnp.ones(count, jnp.int32), log_probabilities)
 
 
 def prefill(
@@ -314,11 +314,14 @@ def commit(
     proposal: Proposal,
     verification: Verification,
 ) -> DecodeState:
-    """Appends what was accepted. A tree's accepted path is compacted: its K/V moves behind the prefix."""
+    """Appends what was accepted. A tree's accepted path is compacted: its K/V moves behind the prefix.
+
+    A replay, in which the target does not run, has no cache of it.
+    """
     verdict, cache, active = verification.verdict, verification.cache, ~state.done
     start = state.lengths - 1
     with jax.named_scope("commit"):
-        if config.tree is not None:
+        if config.tree is not None and cache is not None:
             index = jnp.arange(config.depth + 1, dtype=jnp.int32)[None]
             accepted = (index <= verdict.accepted[:, None]) & active[:, None]
             destination = jnp.where(accepted, start[:, None] + index, state.tokens.shape[1])
@@ -332,7 +335,7 @@ def commit(
             context = kinds.extend(drafter, config.drafter, context, tokens, features, start, count, active)
     counts = count_round(state.counts, proposal, verdict, active)
     state = state.replace(cache=cache, drafter=context, counts=counts)
-    return _append(state, config, verdict.tokens, verdict.accepted + 1, verification.log_probabilities)
+    return append(state, config, verdict.tokens, verdict.accepted + 1, verification.log_probabilities)
 
 
 def anchors_alone(state: DecodeState, width: int = 1) -> Proposal:

@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from infer.load import LoadOptions, load
     from infer.profile import ProfileOptions, profile
     from infer.simulate import SimulateOptions, run_simulation
+    from infer.suite import SuiteOptions, run_suite
     from infer.transformers_speed import TransformersSpeedOptions, transformers_speed
     from infer.tree_cost import TreeCostOptions, tree_cost
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "load": Command(LoadOptions, load),
         "profile": Command(ProfileOptions, profile),
         "simulate": Command(SimulateOptions, run_simulation),
+        "suite": Command(SuiteOptions, run_suite),
         "transformers-speed": Command(TransformersSpeedOptions, transformers_speed),
         "tree-cost": Command(TreeCostOptions, tree_cost),
     }

@@ -131,6 +131,31 @@ def parse(options: type[Options], arguments: Sequence[str], program: str) -> Opt
         raise InputError(f"{_first_box(told.getvalue())} ({program} --help describes the options)") from None
 
 
+def read_file(options: type[Options], path: Path) -> Options:
+    """A dataclass with the values of a YAML file, over its defaults. Its `__post_init__` does not run.
+
+    Raises:
+      InputError: the file is missing or malformed, lacks a value, or holds an unknown key or a value of a wrong type.
+    """
+    result = _with_defaults(options, _read_yaml(path), str(path))
+    missing = _first_missing(result, "")
+    if missing is not None:
+        raise InputError(f"{path}: {missing} is missing; add it")
+    return result
+
+
+def _first_missing(value: Any, key: str) -> str | None:
+    """The key of a value that neither a file nor a default gives."""
+    if value is tyro.MISSING:
+        return key
+    parts: dict[str, Any] = {}
+    if dataclasses.is_dataclass(value):
+        parts = {f"{key}.{name}" if key else name: part for name, part in vars(value).items()}
+    elif isinstance(value, tuple):
+        parts = {f"{key}[{index}]": part for index, part in enumerate(value)}
+    return next((found for name, part in parts.items() if (found := _first_missing(part, name)) is not None), None)
+
+
 def _first_box(text: str) -> str:
     """The words of tyro's first message, which stands under a title and between two rules."""
     parts: list[list[str]] = [[]]
@@ -230,7 +255,14 @@ def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
     if origin in (tuple, list):
         if not isinstance(value, list):
             raise wrong("a list")
-        return origin(_convert(parts[0], item, file, key) for item in value)
+        numbered = dataclasses.is_dataclass(parts[0])
+        return origin(
+            _convert(parts[0], item, file, f"{key}[{index}]" if numbered else key) for index, item in enumerate(value)
+        )
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise wrong("a mapping")
+        return {_convert(parts[0], k, file, key): _convert(parts[1], v, file, f"{key}.{k}") for k, v in value.items()}
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise wrong("a mapping")
