@@ -1,5 +1,7 @@
 """`python -m train fit`: data, target and drafter brought together, trained and exported."""
 
+import dataclasses
+
 import jax
 
 from dspark_jax.io import TargetDescription, describe_target
@@ -52,9 +54,13 @@ def _train(
         starts = cache.starts(documents, encoding.max_length)
         cache.check_found(starts, documents, encoding, now["data"])
         held_out_starts = _held_out_starts(cache, held_out_documents, encoding)
-    target = description.load(dtype=config.dtype, without_layers=held_out_starts is not None)
+    stored = held_out_starts is not None
+    target = description.load(dtype=config.dtype, without_layers=stored and config.init_layers is None)
     initial_key, run_key = jax.random.split(jax.random.key(config.seed))
     drafter, params = initial_drafter(config, target, documents, initial_key)
+    if stored:
+        # Nothing runs them any more.
+        target = dataclasses.replace(target, params=target.params.replace(layers=()))
     add = None if starts is None else cache.rows(starts, drafter)
     add_held_out = None if held_out_starts is None else cache.rows(held_out_starts, drafter)
     length = row_length(documents, config.max_length)

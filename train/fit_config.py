@@ -52,10 +52,13 @@ class FitConfig:
     """Folder that `cache` has made of the data: the target's features are read there instead of computed."""
 
     kind: DrafterKind | None = None
-    """Kind of a fresh drafter, dspark by default. This and the next eleven options are fixed by --init; another kind
+    """Kind of a fresh drafter, dspark by default. This and the next twelve options are fixed by --init; another kind
     has few of them."""
     num_layers: int | None = None
     """Layers, 5 by default."""
+    init_layers: tuple[int, ...] | None = None
+    """Layers of the target that a fresh drafter's layers begin as, one each, which learns in far fewer updates; the
+    last ones follow the last tap. By default they begin random."""
     block_size: int | None = None
     """Slots of a block, 7 by default: each drafts a token, but the first if --no-sample-from-anchor. The drafts of a
     round of Eagle3."""

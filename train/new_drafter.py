@@ -22,13 +22,15 @@ from dspark_jax.layers.linear import Linear
 from dspark_jax.targets.decoder import head_weight
 from dspark_jax.training.draft_vocabulary import most_frequent_ids
 from dspark_jax.training.step import init_params, trainable
+from dspark_jax.training.warm_start import start_from_target
 from train.data import Documents
 from train.fit_config import DrafterKind, FitConfig
 
-_SHAPE = ("kind", "num_layers", "block_size", "sample_from_anchor", "causal_block", "markov_rank", "markov_head_type",
-          "confidence_head", "target_layer_ids", "mask_token_id", "draft_vocab_size", "sliding_window")  # fmt: skip
+_SHAPE = ("kind", "num_layers", "init_layers", "block_size", "sample_from_anchor", "causal_block", "markov_rank",
+          "markov_head_type", "confidence_head", "target_layer_ids", "mask_token_id", "draft_vocab_size",
+          "sliding_window")  # fmt: skip
 # What only DSpark's kind has, and what multi-token prediction lacks besides.
-_BLOCKS_ONLY = ("num_layers", "sample_from_anchor", "causal_block", "markov_rank", "markov_head_type",
+_BLOCKS_ONLY = ("num_layers", "init_layers", "sample_from_anchor", "causal_block", "markov_rank", "markov_head_type",
                 "confidence_head", "mask_token_id", "sliding_window")  # fmt: skip
 _NOT_MTP = ("block_size", "target_layer_ids")
 
@@ -54,6 +56,7 @@ def initial_drafter(
             if mask is None:
                 mask = default_mask_token_id(target, documents.counts(vocab_size, trained_only=False))
             drafter_config = fresh_config(config, target, mask)
+            _check_init_layers(config, drafter_config)
         else:
             drafter_config = fresh_pair_config(config, target)
         check_against_target(drafter_config, target.config)
@@ -63,11 +66,26 @@ def initial_drafter(
     except ValueError as error:
         raise InputError(f"drafter options: {error}") from error
     params = init_params(drafter_config, key, None if ids is None else jax.numpy.asarray(ids))
+    if config.init_layers is not None:
+        params = start_from_target(params, target.params, config.init_layers)
     if isinstance(drafter_config, Eagle3Config):
         # Its own head learns faster from the target's than from noise.
         head = head_weight(target.params).astype(jax.numpy.float32)
         params = params.replace(lm_head=Linear(weight=head if ids is None else head[ids]))
     return drafter_config, params
+
+
+def _check_init_layers(config: FitConfig, drafter: DrafterConfig) -> None:
+    if config.init_layers is None:
+        return
+    if len(config.init_layers) != drafter.num_hidden_layers:
+        raise InputError(
+            f"--init-layers: names {len(config.init_layers)} layers for a drafter of {drafter.num_hidden_layers}; "
+            "name one for each"
+        )
+    for layer in config.init_layers:
+        if not 0 <= layer < drafter.num_target_layers:
+            raise InputError(f"--init-layers {layer}: the target's layers are 0..{drafter.num_target_layers - 1}")
 
 
 def fresh_config(config: FitConfig, target: Target, mask_token_id: int) -> DrafterConfig:

@@ -39,6 +39,7 @@ def test_built_in_prompts(infer, options, monkeypatch):
     assert outcome.error == "compiling for prompts of at most 64 tokens\n"
 
 
+@pytest.mark.slow
 def test_one_prompt_sampled_with_a_tree(infer, options):
     outcome = infer("chat", **options, prompt="Ann has 3 ducks.", temperature=1, tree="pctree", tree_budget=8)
     assert outcome.code == 0, outcome.error

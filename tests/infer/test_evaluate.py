@@ -190,6 +190,7 @@ def test_profile_refuses_more_than_the_context(infer, tmp_path, models):
     assert "1024 positions" in outcome.error_line
 
 
+@pytest.mark.slow
 def test_profile_of_an_engine(infer, tmp_path, models, monkeypatch):
     monkeypatch.setattr(profile, "_BANDWIDTH_BYTES", 2**20)
     monkeypatch.setattr(profile, "_WIDTHS", (1, 8))

@@ -30,6 +30,7 @@ def one_device(infer, tmp_path, options):
     return run
 
 
+@pytest.mark.slow
 def test_generate(infer, options, one_device):
     outcome = infer("generate", **options, mesh=MESH)
     assert outcome.code == 0, outcome.error

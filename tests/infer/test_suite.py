@@ -37,6 +37,7 @@ def drafter(name: str = "dspark_vanilla", **changes) -> dict:
     return {"label": name, "path": str(GOLDENS / name)} | changes
 
 
+@pytest.mark.slow
 def test_tables_are_those_of_evaluate(infer, tmp_path, models, prompts, write_suite):
     published = {"paper": {"prompts": 5.1, "mean": 4.25}, "paper_temperature": 0, "paper_note": "another model"}
     drafters = [

@@ -83,10 +83,11 @@ def test_a_packed_pass_is_the_pass_over_all_nodes(dtype, changes, tolerance):
             np.testing.assert_allclose(found[scheduled], np.asarray(expected)[scheduled], atol=tolerance)
             np.testing.assert_allclose(features[scheduled], np.asarray(whole.features)[scheduled], atol=tolerance)
             last = [
-                jax.tree.map(np.asarray, x if config.stacked_layers else x[-1]) for x in (cache, whole.cache, before)
+                jax.tree.map(lambda leaf: leaf[-1], x) if config.stacked_layers else x[-1]
+                for x in (cache, whole.cache, before)
             ]
-            packed, full, prompt = (x.values[-1] if config.stacked_layers else x.values for x in last)
-            for row, length in enumerate(np.asarray(lengths)):
-                rows = slice(length, length + 8)
-                expected_rows = np.where(scheduled[row][:, None, None], full[row, rows], prompt[row, rows])
-                np.testing.assert_allclose(packed[row, rows], expected_rows, atol=tolerance)
+            for packed, full, prompt in zip(*(map(np.asarray, x.rows) for x in last), strict=True):
+                for row, length in enumerate(np.asarray(lengths)):
+                    rows = slice(length, length + 8)
+                    expected_rows = np.where(scheduled[row][:, None, None], full[row, rows], prompt[row, rows])
+                    np.testing.assert_allclose(packed[row, rows], expected_rows, atol=tolerance)

@@ -124,7 +124,7 @@ def test_what_is_stored_is_what_the_target_computes(cached, chat_target, data):
 
 
 def test_fit_reads_the_features_and_never_runs_the_target(cached, fit_arguments, tmp_path, monkeypatch):
-    options = ("--steps", 8, "--checkpoint-every", 4, "--eval-every", 8)
+    options = ("--steps", 8, "--checkpoint-every", 4, "--eval-every", 8, "--init-layers", 1)
     assert main(fit_arguments(tmp_path / "online", *options)) == 0
     monkeypatch.setattr(step, "forward_documents", None)
     options = (*options, "--features", cached)
