@@ -13,6 +13,7 @@ from tqdm import tqdm
 import dspark_jax
 from dspark_jax import DecodeConfig, request_keys
 from dspark_jax.io import InputError, Target, describe_target, write_json
+from dspark_jax.io.named_models import locate
 from dspark_jax.io.outputs import check_output
 from dspark_jax.io.report import environment
 from dspark_jax.io.target import resolve_folder
@@ -93,9 +94,9 @@ def _transformers_model(source: str) -> Any:
         import transformers
     except ImportError as error:
         raise InputError(f"{error.name} is not installed: pip install -e '.[parity]'") from error
-    path = Path(source)
+    path = Path(locate(source))
     place = {"gguf_file": path.name} if path.is_file() else {}
-    folder = path.parent if place else resolve_folder(source)
+    folder = path.parent if place else resolve_folder(path)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place).eval()
 
 
