@@ -15,7 +15,7 @@ from dspark_jax import DecodeConfig, request_keys
 from dspark_jax.io import InputError, Target, describe_target, write_json
 from dspark_jax.io.named_models import locate
 from dspark_jax.io.outputs import check_output
-from dspark_jax.io.report import environment
+from dspark_jax.io.report import environment, number
 from dspark_jax.io.target import resolve_folder
 from infer.timers import decoding_timer
 
@@ -72,9 +72,8 @@ def transformers_speed(options: TransformersSpeedOptions) -> None:
         "target": target.name,
         "context": options.context,
         "steps": options.steps,
-        "ratio": ratio,
-        "milliseconds": milliseconds,
-        "seconds_of_turns": times.tolist(),
+        "ratio": number(ratio),
+        "milliseconds": {name: number(value) for name, value in milliseconds.items()},
         "agreeing_tokens": agreeing,
         "transformers": _versions(),
         **environment(),
