@@ -98,8 +98,7 @@ def init_train_state(config: TrainConfig, key: Key[Array, ""], params: DrafterPa
 
 
 def _blocks(config: TrainConfig, key, batch: Batch):
-    anchors, kept = sample_anchors(key, batch, config.drafter.num_anchors)
-    kept &= jnp.take_along_axis(batch.positions, anchors, axis=1) >= first_anchor(config.drafter)
+    anchors, kept = sample_anchors(key, batch, config.drafter.num_anchors, first_anchor(config.drafter))
     return make_blocks(batch, anchors, kept, config.drafter.num_drafts)
 
 
@@ -166,26 +165,26 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update from a batch whose arrays are [accumulation steps, B, T].
 
-    Numerators are divided by denominators summed over the whole batch, so accumulation changes nothing but rounding.
+    Anchors are drawn by document, and numerators are divided by denominators summed over the whole batch, so neither
+    accumulation nor the documents' places in rows change anything but rounding.
     A non-finite gradient changes nothing but the step count; `updated` and `not_finite_in_a_row` say so.
     """
-    steps = batch.tokens.shape[0]
-    keys = jax.random.split(jax.random.fold_in(state.key, state.step), steps)
+    key = jax.random.fold_in(state.key, state.step)
     ids = state.params.draft_token_ids
     weights = state.params.replace(draft_token_ids=None)
-    denominators = jax.vmap(lambda part, key: _denominators(state.params, config, part, key))(batch, keys)
+    denominators = jax.vmap(lambda part: _denominators(state.params, config, part, key))(batch)
     weight, cross_entropy_weight = (jnp.sum(x) for x in denominators)
 
-    def objective(weights, part, key):
+    def objective(weights, part):
         sums = batch_losses(weights.replace(draft_token_ids=ids), target, config, part, key)
         return total_loss(sums, config.loss, weight, cross_entropy_weight), sums
 
-    def accumulate(carry, item):
-        (_, sums), gradient = jax.value_and_grad(objective, has_aux=True)(weights, *item)
+    def accumulate(carry, part):
+        (_, sums), gradient = jax.value_and_grad(objective, has_aux=True)(weights, part)
         return jax.tree.map(jnp.add, carry, (gradient, sums)), None
 
     zeros = (jax.tree.map(jnp.zeros_like, weights), zero_sums(config.drafter.num_drafts))
-    (gradient, sums), _ = jax.lax.scan(accumulate, zeros, (batch, keys))
+    (gradient, sums), _ = jax.lax.scan(accumulate, zeros, batch)
     optimizer = _optimizer(config)
     # optax raises a Python float to an integer count, which a caller's strict promotion mode would refuse.
     with jax.numpy_dtype_promotion("standard"):
