@@ -37,7 +37,7 @@ def complete_manifest(folder: Path, target: TargetDescription) -> Manifest:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureRows:
-    """Adds the stored states of its documents to rows, all documents of a batch being read at once.
+    """Adds the stored states of their documents to packed rows, all documents of a batch being read at once.
 
     `arrays`: the layers that are read. `starts`: where each document is on the flat axis.
     """
@@ -59,8 +59,8 @@ class FeatureRows:
         added = {}
         for name, values in parts.items():
             added[name] = np.zeros((*rows["tokens"].shape, *values[0].shape[1:]), values[0].dtype)
-            for row, value in enumerate(values):
-                added[name][row, : len(value)] = value
+            for row, start, value in zip(rows["row"], rows["start"], values, strict=True):
+                added[name][row, start : start + len(value)] = value
         return rows | added
 
 

@@ -1,9 +1,11 @@
-"""Records to batches: token ids with loss masks, a held-out split, and a grain pipeline with an exact position."""
+"""Records to batches: token ids with loss masks, a held-out split, packed rows, and a grain pipeline with an exact
+position.
+"""
 
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from dspark_jax.io import InputError, Tokenizer, check_messages, numbered_jsonl
 from dspark_jax.io.files import reported
 from dspark_jax.training.anchors import Batch
 from dspark_jax.training.features import StoredFeatures
+from dspark_jax.training.packing import RowCapacity, deal, place, row_capacity
 
 # The held-out split: this share of the records, but some of any data set, and never so many that evaluating is slow.
 _HELD_OUT_SHARE, _HELD_OUT_LEAST, _HELD_OUT_MOST = 0.02, 8, 1024
@@ -56,9 +59,17 @@ class Documents:
         return self.tokens[part], self.mask[part]
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return int(np.diff(self.starts).max())
+    def lengths(self) -> Int[np.ndarray, "documents"]:
+        """Tokens of each document."""
+        return np.diff(self.starts)
+
+    def valid_anchors(self, first: int) -> Int[np.ndarray, "documents"]:
+        """How many indices of each document may be anchors, from position `first` on: those where a token and its
+        successor are both trained.
+        """
+        before = np.concatenate([[0], np.cumsum(self.mask[1:] & self.mask[:-1])])
+        last = self.starts[1:] - 1
+        return before[last] - before[np.minimum(self.starts[:-1] + first, last)]
 
     def counts(self, vocab_size: int, trained_only: bool) -> Int[np.ndarray, "V"]:
         """How often each id occurs."""
@@ -148,48 +159,106 @@ def split(documents: Documents) -> tuple[Int[np.ndarray, "training"], Int[np.nda
 
 def row_length(documents: Documents, max_length: int) -> int:
     """T of all batches."""
-    return min(max_length, -(-documents.longest // _LENGTH_STEP) * _LENGTH_STEP)
+    return min(max_length, -(-int(documents.lengths.max()) // _LENGTH_STEP) * _LENGTH_STEP)
 
 
-class _Rows(grain.sources.RandomAccessDataSource[dict[str, np.ndarray]]):
-    """Documents padded to rows of T."""
+# The arrays of packed rows, by name.
+Rows = dict[str, np.ndarray]
+# What adds arrays to them.
+AddToRows = Callable[[Rows], Rows]
 
-    def __init__(self, documents: Documents, chosen: Int[np.ndarray, "n"], length: int) -> None:
-        self._documents, self._chosen, self._length = documents, chosen, length
 
-    def __len__(self) -> int:
-        return len(self._chosen)
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowPacker:
+    """Packs the documents of a batch into rows [B, T], as `training.packing` says.
 
-    def __getitem__(self, index) -> dict[str, np.ndarray]:
-        document = self._chosen[index]
-        ids, mask = (part[: self._length] for part in self._documents[document])
-        padding = (0, self._length - len(ids))
+    `anchors`: how many each document needs. `parts`: what the rows are dealt to, a multiple of which B is: accumulation
+    steps times devices. B is `rows`, or more for a batch that needs more, for which programs are compiled again.
+    """
+
+    documents: Documents
+    anchors: Int[np.ndarray, "documents"]
+    capacity: RowCapacity
+    parts: int
+    rows: int
+
+    def __call__(self, chosen: Int[np.ndarray, "n"]) -> Rows:
+        """`tokens`, `mask`, `document_ids` and `positions` [B, T], where a document's id is its place in `chosen`;
+        and of each document [n]: `document`, its index; `record`; `length`; `row` and `start`, where it begins.
+        """
+        lengths = self.documents.lengths[chosen]
+        placement = place(lengths, self.anchors[chosen], self.capacity)
+        placement = deal(placement, max(self.rows, _round_up(placement.count, self.parts)), self.parts)
+        shape = (placement.count, self.capacity.tokens)
+        tokens, positions = np.full(shape, _PAD, np.int32), np.zeros(shape, np.int32)
+        mask, document_ids = np.zeros(shape, bool), np.full(shape, -1, np.int32)
+        for number, document in enumerate(chosen):
+            row, start, length = placement.rows[number], placement.starts[number], lengths[number]
+            at = row, slice(start, start + length)
+            tokens[at], mask[at] = self.documents[document]
+            document_ids[at], positions[at] = number, np.arange(length)
         return {
-            "tokens": np.pad(ids, padding, constant_values=_PAD),
-            "mask": np.pad(mask, padding),
-            "length": np.asarray(len(ids), np.int32),
-            "record": np.asarray(self._documents.records[document]),
-            "document": np.asarray(document, np.int64),
+            "tokens": tokens,
+            "mask": mask,
+            "document_ids": document_ids,
+            "positions": positions,
+            "row_anchors": np.asarray(self.capacity.anchors),
+            "document": np.asarray(chosen),
+            "record": self.documents.records[chosen],
+            "length": lengths,
+            "row": placement.rows,
+            "start": placement.starts,
         }
 
 
-# What adds arrays to the dict of a batch's rows.
-AddToRows = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def row_packer(
+    documents: Documents,
+    anchors: Int[np.ndarray, "documents"],
+    batches: Iterable[Int[np.ndarray, "n"]],
+    length: int,
+    accumulation: int = 1,
+    row_multiple: int = 1,
+) -> RowPacker:
+    """What packs into rows of `length` tokens, sized for these `batches` of indices of documents.
+
+    `row_multiple`: devices over which the rows of an accumulation step are sharded.
+    """
+    batches = list(batches)
+    chosen, lengths = np.concatenate(batches), documents.lengths
+    capacity = row_capacity(lengths[chosen], anchors[chosen], length)
+    needed = max(place(lengths[batch], anchors[batch], capacity).count for batch in batches)
+    parts = accumulation * row_multiple
+    return RowPacker(documents, anchors, capacity, parts, _round_up(needed, parts))
+
+
+def training_order(chosen: Int[np.ndarray, "n"], batch_size: int, seed: int) -> grain.MapDataset[np.ndarray]:
+    """Endless batches of `batch_size` documents' indices, each epoch in a new order."""
+    return grain.MapDataset.source(np.asarray(chosen)).shuffle(seed=seed).repeat().batch(batch_size)
+
+
+def in_order(chosen: Int[np.ndarray, "n"], batch_size: int) -> list[Int[np.ndarray, "batch_size_or_rest"]]:
+    """Batches of the chosen documents' indices, once."""
+    return [np.asarray(chosen[begin : begin + batch_size]) for begin in range(0, len(chosen), batch_size)]
+
+
+def first_pass(order: grain.MapDataset[np.ndarray], count: int) -> list[Int[np.ndarray, "batch_size"]]:
+    """The first batches of `training_order`, in which each of its `count` documents occurs."""
+    batch_size = len(np.asarray(order[0]))
+    return [np.asarray(order[index]) for index in range(_round_up(count, batch_size) // batch_size)]
 
 
 def training_rows(
-    documents: Documents,
-    chosen: Int[np.ndarray, "n"],
-    length: int,
-    batch_size: int,
-    seed: int,
-    add: AddToRows | None = None,
+    order: grain.MapDataset[np.ndarray], packer: RowPacker, add: AddToRows | None = None
 ) -> grain.DatasetIterator:
-    """Endless dicts of `batch_size` rows, each epoch in a new order. Its state is the exact position.
+    """The packed rows of each batch of `training_order`. Its state is the exact position.
 
     They are made, with what `add` reads, in a thread of their own, ahead of their use.
     """
-    rows = grain.MapDataset.source(_Rows(documents, chosen, length)).shuffle(seed=seed).repeat().batch(batch_size)
+    rows = order.map(packer)
     if add is not None:
         rows = rows.map(add)
     # Few ahead: rows with features are large.
@@ -197,30 +266,22 @@ def training_rows(
 
 
 def held_out_rows(
-    documents: Documents,
-    chosen: Int[np.ndarray, "n"],
-    length: int,
-    batch_size: int,
-    add: AddToRows | None = None,
-) -> Iterator[dict[str, np.ndarray]]:
-    """The chosen documents once, in order, with what `add` reads; the last dict is filled up with empty rows."""
-    source = _Rows(documents, chosen, length)
-    for begin in range(0, len(chosen), batch_size):
-        rows = [source[index] for index in range(begin, min(begin + batch_size, len(chosen)))]
-        empty = {name: np.zeros_like(value) for name, value in rows[0].items()}
-        rows += [empty] * (batch_size - len(rows))
-        batch = {name: np.stack([row[name] for row in rows]) for name in empty}
-        yield batch if add is None else add(batch)
+    batches: Iterable[Int[np.ndarray, "n"]], packer: RowPacker, add: AddToRows | None = None
+) -> Iterator[Rows]:
+    """The packed rows of each batch, with what `add` reads."""
+    for batch in batches:
+        rows = packer(batch)
+        yield rows if add is None else add(rows)
 
 
 def to_batch(rows: Mapping[str, np.ndarray], accumulation: int | None = None) -> Batch:
-    """A Batch [B, T] of one document a row, or [accumulation, B / accumulation, T]."""
-    tokens = rows["tokens"]
-    leading = tokens.shape[:1] if accumulation is None else (accumulation, len(tokens) // accumulation)
-    index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    real = index < rows["length"][:, None]
+    """A Batch [B, T], or [accumulation, B / accumulation, T]."""
+    count = len(rows["tokens"])
+    leading = (count,) if accumulation is None else (accumulation, count // accumulation)
     stored = StoredFeatures(rows["states"], rows.get("scales")) if "states" in rows else None
-    batch = Batch(tokens, rows["mask"], np.where(real, 0, -1).astype(np.int32), np.where(real, index, 0), stored)
+    batch = Batch(
+        rows["tokens"], rows["mask"], rows["document_ids"], rows["positions"], stored, int(rows["row_anchors"])
+    )
     return jax.device_put(jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), batch))
 
 

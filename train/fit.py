@@ -1,15 +1,32 @@
 """`python -m train fit`: data, target and drafter brought together, trained and exported."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
+import numpy as np
 
+from dspark_jax.config import DraftModelConfig
+from dspark_jax.drafters.kinds import first_anchor
 from dspark_jax.io import TargetDescription, describe_target
 from dspark_jax.io.drafter_config import fields_from_drafter_config
 from dspark_jax.training.step import TrainConfig, init_train_state
 from train.cached_features import CachedFeatures, complete_manifest
 from train.checkpoints import Checkpoints
-from train.data import Documents, Encoding, held_out_rows, load_documents, row_length, split, training_rows
+from train.data import (
+    Documents,
+    Encoding,
+    RowPacker,
+    first_pass,
+    held_out_rows,
+    in_order,
+    load_documents,
+    row_length,
+    row_packer,
+    split,
+    training_order,
+    training_rows,
+)
 from train.export import CHECKPOINTS, export
 from train.fit_config import FitConfig, check_settings, settings
 from train.loop import Run, fit
@@ -63,19 +80,20 @@ def _train(
         target = dataclasses.replace(target, params=target.params.replace(layers=()))
     add = None if starts is None else cache.rows(starts, drafter)
     add_held_out = None if held_out_starts is None else cache.rows(held_out_starts, drafter)
-    length = row_length(documents, config.max_length)
+    order = training_order(chosen, config.batch_size, config.seed)
+    packer = _packer(config, drafter, documents, first_pass(order, len(chosen)), config.accumulation)
+    batches = in_order(held_out, config.batch_size // config.accumulation)
+    held_out_packer = _packer(config, drafter, held_out_documents, batches, 1)
     steps = config.steps or max(1, round(config.epochs * len(chosen) / config.batch_size))
     train = TrainConfig(
         target=target.config, drafter=drafter, total_steps=steps, loss=config.loss, optimizer=config.optimizer
     )
-    rows = config.batch_size // config.accumulation
-    held_out_length = row_length(held_out_documents, config.max_length)
     run = Run(
         config,
         train,
         target.params,
-        training_rows(documents, chosen, length, config.batch_size, config.seed, add),
-        lambda: held_out_rows(held_out_documents, held_out, held_out_length, rows, add_held_out),
+        training_rows(order, packer, add),
+        lambda: held_out_rows(batches, held_out_packer, add_held_out),
         checkpoints,
         {
             "settings": now,
@@ -86,16 +104,25 @@ def _train(
     )
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(
-        f"{len(chosen)} documents ({len(held_out)} held out, {documents.dropped} dropped), rows of {length} tokens, "
-        f"{steps} steps of {config.batch_size}; {size:,} trained parameters"
+        f"{len(chosen)} documents ({len(held_out)} held out, {documents.dropped} dropped), {steps} steps of "
+        f"{config.batch_size} in {packer.rows} rows of {packer.capacity.tokens} tokens and {packer.capacity.anchors} "
+        f"anchors; {size:,} trained parameters"
     )
     if cache is not None:
-        size = config.batch_size * length * cache.token_bytes
+        size = packer.rows * packer.capacity.tokens * cache.token_bytes
         print(f"{config.features}: the features of a batch take {size / 1e6:,.1f} MB of the device's memory")
     best = fit(run, init_train_state(train, run_key, params))
     plot(config.output)
     export(checkpoints, best, drafter, target, config.output / DRAFTER, config.dtype, deepspec=False)
     print(f"{config.output / DRAFTER}: the drafter after step {best}")
+
+
+def _packer(
+    config: FitConfig, drafter: DraftModelConfig, documents: Documents, batches: Sequence[np.ndarray], accumulation: int
+) -> RowPacker:
+    """For batches of which each document has as many anchors as are trained at a time."""
+    anchors = np.minimum(documents.valid_anchors(first_anchor(drafter)), drafter.num_anchors)
+    return row_packer(documents, anchors, batches, row_length(documents, config.max_length), accumulation)
 
 
 def _held_out_starts(cache: CachedFeatures, documents: Documents, encoding: Encoding):

@@ -3,16 +3,17 @@
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from dspark_jax.training.features import StoredFeatures
 
 
 @struct.dataclass
 class Batch:
-    """Rows of tokens. `loss_mask`: tokens the target wrote. A document is one run of consecutive `positions`, which
-    restart, and of equal `document_ids`, which change, at every border; padding has document id -1. All are [B, T]; a
-    leading axis holds accumulation steps. `stored`: what the target computes of these tokens, where it need not run.
+    """Rows of tokens. `loss_mask`: tokens the target wrote. A document is one run of consecutive `positions` from 0 on
+    and of one of `document_ids`, its number in the whole batch; padding has document id -1. All are [B, T]; a leading
+    axis holds accumulation steps. `stored`: what the target computes of these tokens, where it need not run.
+    `row_anchors`: A, the blocks that are made of a row at most, in the row's order; None: as many as it has tokens.
     """
 
     tokens: Int[Array, "B T"]
@@ -20,6 +21,7 @@ class Batch:
     document_ids: Int[Array, "B T"]
     positions: Int[Array, "B T"]
     stored: StoredFeatures | None = None
+    row_anchors: int | None = struct.field(pytree_node=False, default=None)
 
 
 @struct.dataclass
@@ -42,17 +44,38 @@ def valid_anchors(batch: Batch) -> Bool[Array, "B T"]:
     return jnp.pad(batch.loss_mask[:, :-1] & following, ((0, 0), (0, 1)))
 
 
-def sample_anchors(key: Key[Array, ""], batch: Batch, count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
-    """Draws up to `count` distinct valid anchors of each row, ascending; the unkept rest come last, at index 0."""
-    valid = valid_anchors(batch)
-    count = min(count, valid.shape[1])
-    scores = jnp.where(valid, jax.random.uniform(key, valid.shape), -1.0)
-    best, anchors = jax.lax.top_k(scores, count)
-    kept = best >= 0
-    length = valid.shape[1]
-    anchors = jnp.sort(jnp.where(kept, anchors, length), axis=1)
+def _scores(key: Key[Array, ""], batch: Batch) -> UInt32[Array, "B T"]:
+    """32 random bits of each token, by its document and position alone: the same in whatever row it is."""
+
+    def score(document, position):
+        key_of_token = jax.random.fold_in(jax.random.fold_in(key, document), position)
+        return jax.random.bits(key_of_token, dtype=jnp.uint32)
+
+    return jax.vmap(jax.vmap(score))(batch.document_ids, batch.positions)
+
+
+def sample_anchors(
+    key: Key[Array, ""], batch: Batch, count: int, first: int = 0
+) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
+    """Draws up to `count` distinct valid anchors of each document, at positions from `first` on.
+
+    Their indices in the row ascend; the unkept rest come last, at index 0. A document's anchors are the same whatever
+    rows a batch is packed into, as long as each row has room for those of all its documents.
+    """
+    rows, length = batch.tokens.shape
+    capacity = length if batch.row_anchors is None else min(batch.row_anchors, length)
+    nowhere = jnp.iinfo(jnp.int32).max
+    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+    valid = valid_anchors(batch) & (batch.positions >= first)
+    documents = jnp.where(valid, batch.document_ids, nowhere)
+    documents, _, drawn = jax.lax.sort((documents, _scores(key, batch), index), dimension=1, num_keys=2)
+    # Each document's valid tokens are one run now, in random order, of which the first are taken.
+    begins = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))
+    rank = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    taken = (documents != nowhere) & (rank < count)
+    anchors = jnp.sort(jnp.where(taken, drawn, length), axis=1)[:, :capacity]
     kept = anchors < length
-    return jnp.where(kept, anchors, 0).astype(jnp.int32), kept
+    return jnp.where(kept, anchors, 0), kept
 
 
 def make_blocks(batch: Batch, anchors: Int[Array, "B A"], kept: Bool[Array, "B A"], num_drafts: int) -> Blocks:

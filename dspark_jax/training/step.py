@@ -138,8 +138,7 @@ def _constrain_optimizer(config: TrainConfig, state: optax.OptState) -> optax.Op
 
 
 def _blocks(config: TrainConfig, key, batch: Batch):
-    anchors, kept = sample_anchors(key, batch, config.drafter.num_anchors)
-    kept &= jnp.take_along_axis(batch.positions, anchors, axis=1) >= first_anchor(config.drafter)
+    anchors, kept = sample_anchors(key, batch, config.drafter.num_anchors, first_anchor(config.drafter))
     return make_blocks(batch, anchors, kept, config.drafter.num_drafts)
 
 
@@ -206,32 +205,31 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update from a batch whose arrays are [accumulation steps, B, T].
 
-    Numerators are divided by denominators summed over the whole batch, so accumulation changes nothing but rounding.
-    A non-finite gradient changes nothing but the step count; `updated` and `not_finite_in_a_row` say so. Under a mesh
-    (`jax.set_mesh`) with the state laid out as `abstract_train_state` says, each device keeps its part of masters,
-    moments and gradients.
+    Anchors are drawn by document, and numerators are divided by denominators summed over the whole batch, so neither
+    accumulation nor the documents' places in rows change anything but rounding. A non-finite gradient changes nothing
+    but the step count; `updated` and `not_finite_in_a_row` say so. Under a mesh (`jax.set_mesh`) with the state laid
+    out as `abstract_train_state` says, each device keeps its part of masters, moments and gradients.
     """
-    steps = batch.tokens.shape[0]
-    keys = jax.random.split(jax.random.fold_in(state.key, state.step), steps)
+    key = jax.random.fold_in(state.key, state.step)
     ids = state.params.draft_token_ids
     weights = state.params.replace(draft_token_ids=None)
-    denominators = jax.vmap(lambda part, key: _denominators(state.params, config, part, key))(batch, keys)
+    denominators = jax.vmap(lambda part: _denominators(state.params, config, part, key))(batch)
     weight, cross_entropy_weight = (jnp.sum(x) for x in denominators)
 
     def constrain(weights):
         return constrain_parameters(_declare_weights(config), weights, config.drafter.head_dim)
 
-    def objective(weights, part, key):
+    def objective(weights, part):
         sums = batch_losses(weights.replace(draft_token_ids=ids), target, config, part, key)
         return total_loss(sums, config.loss, weight, cross_entropy_weight), sums
 
-    def accumulate(carry, item):
-        (_, sums), gradient = jax.value_and_grad(objective, has_aux=True)(weights, *item)
+    def accumulate(carry, part):
+        (_, sums), gradient = jax.value_and_grad(objective, has_aux=True)(weights, part)
         gradient = constrain(gradient)
         return jax.tree.map(jnp.add, carry, (gradient, sums)), None
 
     zeros = (jax.tree.map(jnp.zeros_like, weights), zero_sums(config.drafter.num_drafts))
-    (gradient, sums), _ = jax.lax.scan(accumulate, zeros, (batch, keys))
+    (gradient, sums), _ = jax.lax.scan(accumulate, zeros, batch)
     optimizer = _optimizer(config)
     # optax raises a Python float to an integer count, which a caller's strict promotion mode would refuse.
     with jax.numpy_dtype_promotion("standard"):

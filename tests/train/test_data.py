@@ -2,18 +2,24 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from dspark_jax.io import InputError
+from dspark_jax.training.anchors import valid_anchors
 from train.data import (
     Encoding,
     encode_record,
+    first_pass,
     held_out_rows,
+    in_order,
     load_documents,
     row_length,
+    row_packer,
     split,
     to_batch,
+    training_order,
     training_rows,
 )
 
@@ -101,47 +107,80 @@ def test_split_holds_out_a_few_and_is_deterministic(data):
     assert held_out.tolist() == split(documents)[1].tolist()
 
 
-def test_batches_pad_with_document_minus_one(data, records):
+def test_documents_are_packed_into_rows(data, records):
     documents = load_documents([data], Encoding(tokenizer=None, vocab_size=260, max_length=512))
     assert row_length(documents, 512) == 64
     assert row_length(documents, 50) == 50
-    rows = next(training_rows(documents, np.arange(30), 64, 4, seed=0))
+    order = training_order(np.arange(30), 7, seed=0)
+    anchors = np.minimum(documents.valid_anchors(0), 5)
+    packer = row_packer(documents, anchors, first_pass(order, 30), 192, accumulation=2)
+    rows = next(training_rows(order, packer))
     batch = to_batch(rows, accumulation=2)
-    assert batch.tokens.shape == (2, 2, 64)
-    for place, record in enumerate(rows["record"]):
-        row = records[record]
-        ids, prompt = row["input_ids"] + row["output_ids"], len(row["input_ids"])
-        tokens, mask, documents_, positions = (
-            np.asarray(x).reshape(4, 64)[place]
-            for x in (batch.tokens, batch.loss_mask, batch.document_ids, batch.positions)
-        )
-        assert tokens[: len(ids)].tolist() == ids
-        assert np.flatnonzero(mask).tolist() == list(range(prompt, len(ids)))
-        assert (documents_ == np.where(np.arange(64) < len(ids), 0, -1)).all()
-        assert positions[: len(ids)].tolist() == list(range(len(ids)))
+    assert batch.tokens.shape == (2, packer.rows // 2, 192) and 4 <= packer.rows < 7
+    assert batch.row_anchors == packer.capacity.anchors
+    flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1, 192), batch)
+    for number, record in enumerate(rows["record"]):
+        ids, prompt = records[record]["input_ids"] + records[record]["output_ids"], len(records[record]["input_ids"])
+        mine = flat.document_ids == number
+        assert flat.tokens[mine].tolist() == ids
+        assert np.flatnonzero(flat.loss_mask[mine]).tolist() == list(range(prompt, len(ids)))
+        assert flat.positions[mine].tolist() == list(range(len(ids)))
+        assert mine.any(axis=1).sum() == 1
+    padding = flat.document_ids == -1
+    assert padding.sum() == padding.size - rows["length"].sum()
+    assert not flat.loss_mask[padding].any() and not flat.positions[padding].any()
 
 
-def test_held_out_rows_are_filled_up_with_empty_ones(data):
+@pytest.mark.parametrize("first", [0, 1])
+def test_valid_anchors_are_counted_as_they_are_drawn_from(first, tmp_path, write_rows):
+    encoding = Encoding(tokenizer=None, vocab_size=260, max_length=9)
+    kinds = ([], [1, 2]), ([1], [2, 3]), ([1, 2], list(range(20)))
+    written = [{"input_ids": before, "output_ids": after} for before, after in kinds]
+    documents = load_documents([write_rows(tmp_path / "a.jsonl", written)], encoding)
+    assert documents.valid_anchors(first).tolist() == [1 - first, 1, 6]
+    packer = row_packer(documents, documents.valid_anchors(first), [np.arange(3)], 16)
+    batch = to_batch(packer(np.arange(3)))
+    drawn = np.asarray(valid_anchors(batch) & (batch.positions >= first))
+    counts = [int((drawn & (batch.document_ids == number)).sum()) for number in range(3)]
+    assert counts == documents.valid_anchors(first).tolist()
+
+
+def test_a_batch_that_needs_more_rows_gets_them(data):
     documents = load_documents([data], Encoding(tokenizer=None, vocab_size=260, max_length=512))
-    batches = list(held_out_rows(documents, np.arange(6), 64, 4))
-    assert [rows["record"].tolist() for rows in batches] == [[0, 1, 2, 3], [4, 5, 0, 0]]
-    last = to_batch(batches[1])
-    assert not np.asarray(last.loss_mask)[2:].any()
-    assert (np.asarray(last.document_ids)[2:] == -1).all()
+    packer = row_packer(documents, documents.valid_anchors(0), [np.arange(2)], 64, accumulation=2, row_multiple=2)
+    assert packer.rows == 4
+    assert [len(packer(np.arange(count))["tokens"]) for count in (1, 4, 5, 9)] == [4, 4, 8, 12]
+
+
+def test_held_out_documents_are_packed_and_the_rest_is_padding(data):
+    documents = load_documents([data], Encoding(tokenizer=None, vocab_size=260, max_length=512))
+    batches = in_order(np.arange(6), 4)
+    packer = row_packer(documents, documents.valid_anchors(0), batches, 64)
+    rows = list(held_out_rows(batches, packer))
+    assert [part["record"].tolist() for part in rows] == [[0, 1, 2, 3], [4, 5]]
+    last = to_batch(rows[1])
+    assert last.tokens.shape == (4, 64)
+    empty = (np.asarray(last.document_ids) == -1).all(axis=1)
+    assert empty.sum() == 2 and not np.asarray(last.loss_mask)[empty].any()
 
 
 def test_every_epoch_is_another_permutation_and_the_position_is_exact(data):
     documents = load_documents([data], Encoding(tokenizer=None, vocab_size=260, max_length=512))
 
     def rows():
-        return training_rows(documents, np.arange(30), 64, 5, seed=3)
+        order = training_order(np.arange(30), 5, seed=3)
+        return training_rows(order, row_packer(documents, documents.valid_anchors(0), first_pass(order, 30), 128))
 
     stream = rows()
     epochs = [[record for _ in range(6) for record in next(stream)["record"].tolist()] for _ in range(2)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(30))] * 2
     assert epochs[0] != epochs[1]
     position = json.loads(json.dumps(stream.get_state()))
-    following = [next(stream)["record"].tolist() for _ in range(4)]
+    following = [next(stream) for _ in range(4)]
     again = rows()
     again.set_state(position)
-    assert [next(again)["record"].tolist() for _ in range(4)] == following
+    for expected in following:
+        found = next(again)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value)

@@ -43,7 +43,8 @@ def rows_batch(tokens, loss_mask=None) -> Batch:
     tokens = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     mask = jnp.ones(tokens.shape, bool) if loss_mask is None else jnp.asarray(loss_mask)
-    return Batch(tokens, mask, jnp.zeros_like(tokens), positions)
+    document_ids = jnp.broadcast_to(jnp.arange(len(tokens), dtype=jnp.int32)[:, None], tokens.shape)
+    return Batch(tokens, mask, document_ids, positions)
 
 
 @pytest.mark.parametrize("name", GOLDEN_DRAFTERS)

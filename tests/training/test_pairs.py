@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.drafters.kinds import target_features
+from dspark_jax.drafters.kinds import first_anchor, target_features
 from dspark_jax.layers.kernels import interval_attention
 from dspark_jax.targets.decoder import forward_documents, head_weight, target_logits
 from dspark_jax.training.anchors import Batch, make_blocks, sample_anchors
@@ -29,10 +29,10 @@ def packed_batch(rows: int = 2) -> Batch:
     tokens = np.random.default_rng(0).integers(0, 8, (rows, LENGTH))
     mask = np.ones((rows, LENGTH), bool)
     mask[0, :3] = False
-    documents = np.concatenate([[i] * n for i, n in enumerate(LENGTHS)])
-    positions = np.concatenate([np.arange(n) for n in LENGTHS])
-    shared = (jnp.broadcast_to(jnp.asarray(x, jnp.int32)[None], (rows, LENGTH)) for x in (documents, positions))
-    return Batch(jnp.asarray(tokens, jnp.int32), jnp.asarray(mask), *shared)
+    documents = np.concatenate([[i] * n for i, n in enumerate(LENGTHS)])[None] + 2 * np.arange(rows)[:, None]
+    positions = np.broadcast_to(np.concatenate([np.arange(n) for n in LENGTHS]), (rows, LENGTH))
+    ids = (jnp.asarray(x, jnp.int32) for x in (documents, positions))
+    return Batch(jnp.asarray(tokens, jnp.int32), jnp.asarray(mask), *ids)
 
 
 class Problem:
@@ -48,8 +48,7 @@ class Problem:
         out = forward_documents(self.target, settings, *row, self.config.target_layer_ids)
         self.features, self.hidden = target_features(self.config, out), out.hidden
         self.teacher = np.asarray(target_logits(self.target, settings, out.hidden), np.float64)
-        anchors, kept = sample_anchors(jax.random.key(0), self.batch, LENGTH)
-        kept &= jnp.take_along_axis(self.batch.positions, anchors, axis=1) > 0
+        anchors, kept = sample_anchors(jax.random.key(0), self.batch, LENGTH, first_anchor(self.config))
         self.blocks = make_blocks(self.batch, anchors, kept, self.config.num_drafts)
 
     def reference_outputs(self) -> np.ndarray:
