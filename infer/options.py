@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import math
-import re
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
@@ -13,7 +11,8 @@ from jax.sharding import Mesh
 
 from dspark_jax import SamplingParams, TreeKind, TreeSpec, sampling_params
 from dspark_jax.io import InputError
-from dspark_jax.sharding import MESH_AXES, make_mesh
+from dspark_jax.io.mesh_option import mesh_of_devices
+from dspark_jax.sharding import MESH_AXES
 
 DEFAULT_BUDGET = 32
 # No machine holds more requests at once.
@@ -50,16 +49,7 @@ class ModelOptions:
             return None
         if self.dtype == "int8":
             raise InputError("--dtype int8: is for one device; leave --mesh out, or take bfloat16")
-        sizes: dict[str, int] = {}
-        for part in self.mesh.split(","):
-            axis, _, size = part.partition("=")
-            if axis not in MESH_AXES or axis in sizes or not re.fullmatch("[1-9][0-9]{0,8}", size):
-                raise InputError(f"--mesh {self.mesh}: {part!r} is no axis and its size; write it as data=4,model=2")
-            sizes[axis] = int(size)
-        asked, there = math.prod(sizes.values()), jax.device_count()
-        if asked != there:
-            raise InputError(f"--mesh {self.mesh}: is about {asked} devices, but this machine has {there}")
-        return make_mesh(*(sizes.get(axis, 1) for axis in MESH_AXES))
+        return mesh_of_devices("--mesh", self.mesh, MESH_AXES)
 
 
 def under_mesh(command: Callable[[Any], None]) -> Callable[[Any], None]:

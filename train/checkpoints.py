@@ -124,10 +124,13 @@ class Checkpoints:
         rest = saved["rest"]
         return TrainState(rest["step"], saved["params"], rest["optimizer"], jax.random.wrap_key_data(rest["key"]))
 
-    def restore_params(self, step: int, params: DrafterParams) -> DrafterParams:
-        """Only the trainable parameters, in the shapes of `params` (which may be abstract)."""
+    def restore_params(self, step: int, params: DrafterParams, sharding: jax.sharding.Sharding) -> DrafterParams:
+        """Only the trainable parameters, in the shapes of `params` (which may be abstract), laid out as `sharding` says
+        whatever mesh they were trained on.
+        """
         with self._reported("read", step):
-            arguments = ocp.args.Composite(params=ocp.args.StandardRestore(_abstract(params)))
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params)
+            arguments = ocp.args.Composite(params=ocp.args.StandardRestore(shapes))
             return self._manager.restore(step, args=arguments)["params"]
 
     def close(self) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int
 from tqdm import tqdm
 
 from dspark_jax.io import InputError, Tokenizer, check_messages, numbered_jsonl
 from dspark_jax.io.files import reported
+from dspark_jax.sharding import batch_axes
 from dspark_jax.training.anchors import Batch
 from dspark_jax.training.features import StoredFeatures
 from dspark_jax.training.packing import RowCapacity, deal, place, row_capacity
@@ -274,15 +276,18 @@ def held_out_rows(
         yield rows if add is None else add(rows)
 
 
-def to_batch(rows: Mapping[str, np.ndarray], accumulation: int | None = None) -> Batch:
-    """A Batch [B, T], or [accumulation, B / accumulation, T]."""
+def to_batch(rows: Mapping[str, np.ndarray], accumulation: int | None = None, mesh: Mesh | None = None) -> Batch:
+    """A Batch [B, T], or [accumulation, B / accumulation, T]; with a mesh, its rows are spread over the devices."""
     count = len(rows["tokens"])
     leading = (count,) if accumulation is None else (accumulation, count // accumulation)
     stored = StoredFeatures(rows["states"], rows.get("scales")) if "states" in rows else None
     batch = Batch(
         rows["tokens"], rows["mask"], rows["document_ids"], rows["positions"], stored, int(rows["row_anchors"])
     )
-    return jax.device_put(jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), batch))
+    batch = jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), batch)
+    if mesh is None:
+        return jax.device_put(batch)
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(*(None,) * (len(leading) - 1), batch_axes(mesh))))
 
 
 def file_digest(files: Sequence[str | os.PathLike]) -> str:

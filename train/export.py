@@ -4,6 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+from jax.sharding import NamedSharding, PartitionSpec
+
 from dspark_jax.config import DraftModelConfig
 from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.io import InputError, Target, describe_target, read_json, save_drafter
@@ -46,7 +48,10 @@ def export(
     deepspec: bool,
 ) -> None:
     """Writes the drafter of one checkpoint, with the target's embedding and head."""
-    params: DrafterParams = checkpoints.restore_params(step, abstract(declare_trainable(config)))
+    sharding = target.params.embed_tokens.weight.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    params: DrafterParams = checkpoints.restore_params(step, abstract(declare_trainable(config)), sharding)
     save_drafter(
         output,
         config,

@@ -1,16 +1,20 @@
 """`python -m train fit`: data, target and drafter brought together, trained and exported."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dspark_jax.config import DraftModelConfig
 from dspark_jax.drafters.kinds import first_anchor
 from dspark_jax.io import TargetDescription, describe_target
 from dspark_jax.io.drafter_config import fields_from_drafter_config
-from dspark_jax.training.step import TrainConfig, init_train_state
+from dspark_jax.io.mesh_option import mesh_of_devices
+from dspark_jax.sharding import TRAIN_MESH_AXES, batch_axes
+from dspark_jax.training.step import TrainConfig, abstract_train_state, init_train_state
 from train.cached_features import CachedFeatures, complete_manifest
 from train.checkpoints import Checkpoints
 from train.data import (
@@ -38,6 +42,7 @@ DRAFTER = "drafter"
 
 def main(config: FitConfig) -> None:
     """Runs the command."""
+    mesh = None if config.mesh is None else mesh_of_devices("--mesh", config.mesh, TRAIN_MESH_AXES)
     target = describe_target(config.target, allow_config_keys=config.allow_config_key)
     cache = None
     if config.features is not None:
@@ -47,7 +52,7 @@ def main(config: FitConfig) -> None:
     if (last := checkpoints.last()) is not None:
         check_settings(checkpoints.notes(last)["settings"], now, config)
     try:
-        _train(config, target, cache, checkpoints, now)
+        _train(config, target, cache, checkpoints, now, mesh)
     finally:
         checkpoints.close()
 
@@ -58,6 +63,7 @@ def _train(
     cache: CachedFeatures | None,
     checkpoints: Checkpoints,
     now: dict,
+    mesh: Mesh | None,
 ) -> None:
     encoding = Encoding(
         tokenizer=description.tokenizer,
@@ -72,7 +78,13 @@ def _train(
         cache.check_found(starts, documents, encoding, now["data"])
         held_out_starts = _held_out_starts(cache, held_out_documents, encoding)
     stored = held_out_starts is not None
-    target = description.load(dtype=config.dtype, without_layers=stored and config.init_layers is None)
+    target = description.load(
+        dtype=config.dtype,
+        mesh=mesh,
+        # A loop over stacked layers gathers one at a time from all devices.
+        stacked_layers=mesh is not None and len(set(description.config.sliding_windows)) == 1,
+        without_layers=stored and config.init_layers is None,
+    )
     initial_key, run_key = jax.random.split(jax.random.key(config.seed))
     drafter, params = initial_drafter(config, target, documents, initial_key)
     if stored:
@@ -81,9 +93,9 @@ def _train(
     add = None if starts is None else cache.rows(starts, drafter)
     add_held_out = None if held_out_starts is None else cache.rows(held_out_starts, drafter)
     order = training_order(chosen, config.batch_size, config.seed)
-    packer = _packer(config, drafter, documents, first_pass(order, len(chosen)), config.accumulation)
+    packer = _packer(config, drafter, documents, first_pass(order, len(chosen)), config.accumulation, mesh)
     batches = in_order(held_out, config.batch_size // config.accumulation)
-    held_out_packer = _packer(config, drafter, held_out_documents, batches, 1)
+    held_out_packer = _packer(config, drafter, held_out_documents, batches, 1, mesh)
     steps = config.steps or max(1, round(config.epochs * len(chosen) / config.batch_size))
     train = TrainConfig(
         target=target.config, drafter=drafter, total_steps=steps, loss=config.loss, optimizer=config.optimizer
@@ -101,6 +113,7 @@ def _train(
             "target": config.target,
             "dtype": config.dtype,
         },
+        mesh,
     )
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(
@@ -111,18 +124,30 @@ def _train(
     if cache is not None:
         size = packer.rows * packer.capacity.tokens * cache.token_bytes
         print(f"{config.features}: the features of a batch take {size / 1e6:,.1f} MB of the device's memory")
-    best = fit(run, init_train_state(train, run_key, params))
+    state = init_train_state(train, run_key, params)
+    if mesh is None:
+        best = fit(run, state)
+    else:
+        state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract_train_state(train, mesh)))
+        with jax.set_mesh(mesh):
+            best = fit(run, state)
     plot(config.output)
     export(checkpoints, best, drafter, target, config.output / DRAFTER, config.dtype, deepspec=False)
     print(f"{config.output / DRAFTER}: the drafter after step {best}")
 
 
 def _packer(
-    config: FitConfig, drafter: DraftModelConfig, documents: Documents, batches: Sequence[np.ndarray], accumulation: int
+    config: FitConfig,
+    drafter: DraftModelConfig,
+    documents: Documents,
+    batches: Sequence[np.ndarray],
+    accumulation: int,
+    mesh: Mesh | None,
 ) -> RowPacker:
     """For batches of which each document has as many anchors as are trained at a time."""
     anchors = np.minimum(documents.valid_anchors(first_anchor(drafter)), drafter.num_anchors)
-    return row_packer(documents, anchors, batches, row_length(documents, config.max_length), accumulation)
+    devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+    return row_packer(documents, anchors, batches, row_length(documents, config.max_length), accumulation, devices)
 
 
 def _held_out_starts(cache: CachedFeatures, documents: Documents, encoding: Encoding):

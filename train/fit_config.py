@@ -15,7 +15,8 @@ from train.cache_files import MANIFEST
 from train.data import file_digest
 
 # Options that change no number of the run, and files, which are compared by their contents.
-_FREE = {"output", "checkpoint_every", "log_every", "max_not_finite", "target", "data", "held_out_data", "features"}
+_FREE = {"output", "checkpoint_every", "log_every", "max_not_finite", "target", "data", "held_out_data", "features",
+         "mesh"}  # fmt: skip
 _AT_LEAST_ONE = ("num_layers", "block_size", "sliding_window", "draft_vocab_size", "num_anchors", "steps", "epochs",
                  "batch_size", "accumulation", "checkpoint_every", "eval_every", "log_every",
                  "max_not_finite")  # fmt: skip
@@ -99,6 +100,10 @@ class FitConfig:
     """Passed to the chat template; by default the template decides."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the target and of activations; the trained weights are kept in float32."""
+    mesh: str | None = None
+    """Devices to spread over, as data=2,fsdp=4,model=2: rows of a batch over data and fsdp, weights and their moments
+    over fsdp and model. An axis that is not named is 1; the product is the number of devices. By default one device is
+    used. A run may go on with another mesh."""
     seed: int = 0
     """Of the initial values, the order of the data and the anchors."""
 

@@ -13,6 +13,7 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dspark_jax.drafters.kinds import DrafterParams
@@ -48,13 +49,14 @@ class Run:
     held_out: Callable[[], Iterable[Rows]]
     checkpoints: Checkpoints
     notes: dict[str, Any]
+    mesh: Mesh | None = None
 
 
 def evaluate(run: Run, params: DrafterParams) -> dict[str, np.ndarray]:
     """Means over the held-out documents, at the same anchors each time."""
     key, sums = jax.random.key(run.config.seed), None
     for index, rows in enumerate(tqdm(run.held_out(), "held out", unit=" batches", leave=False, disable=None)):
-        new = eval_step(params, run.target, to_batch(rows), jax.random.fold_in(key, index), run.train)
+        new = eval_step(params, run.target, to_batch(rows, mesh=run.mesh), jax.random.fold_in(key, index), run.train)
         sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
     return jax.device_get(train_step_metrics(sums, run.train))
 
@@ -84,7 +86,7 @@ def fit(run: Run, state: TrainState) -> int:
         pending = None
         for step in range(start + 1, total + 1):
             rows = next(run.data)
-            state, metrics = train_step(state, run.target, to_batch(rows, config.accumulation), run.train)
+            state, metrics = train_step(state, run.target, to_batch(rows, config.accumulation, run.mesh), run.train)
             if pending is not None:
                 _report(config, log, bar, *pending)
             pending = (step, metrics, rows["record"])

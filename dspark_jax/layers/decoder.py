@@ -52,6 +52,11 @@ def declare_layers(config: DecoderConfig, stacked: bool = False):
     return tuple(declare_layer(config) for _ in range(config.num_hidden_layers))
 
 
+def layer_at(layers: Any, index: int) -> DecoderLayer:
+    """One layer of a tuple of them, or of a stacked tree."""
+    return layers[index] if isinstance(layers, tuple) else jax.tree.map(lambda x: x[index], layers)
+
+
 def decoder_layer(
     params: DecoderLayer,
     config: DecoderConfig,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.drafters.dspark import DrafterParams
-from dspark_jax.layers.decoder import DecoderLayer
+from dspark_jax.layers.decoder import DecoderLayer, layer_at
 from dspark_jax.layers.linear import Linear
 from dspark_jax.layers.norm import Norm
 from dspark_jax.targets.decoder import TargetParams
@@ -20,13 +20,14 @@ def start_from_target(params: DrafterParams, target: TargetParams, layer_ids: tu
     norm: if that layer follows the tap, its context keys and values are exactly those of the target. The layers share
     one context, so the others' input norms become the first one's, and their projections make up for it.
 
-    The target's layers are a tuple, unstacked and unfused, and have the drafter's widths. Raises ValueError for another
+    The target's layers are unfused and have the drafter's widths. Raises ValueError for another
     number of layers.
     """
     if len(layer_ids) != len(params.layers):
         raise ValueError(f"{len(layer_ids)} layers of the target cannot start {len(params.layers)} draft layers")
-    first = target.layers[layer_ids[0]].input_layernorm
-    layers = tuple(_with_input_norm(target.layers[index], first) for index in layer_ids)
+    chosen = [layer_at(target.layers, index) for index in layer_ids]
+    first = chosen[0].input_layernorm
+    layers = tuple(_with_input_norm(layer, first) for layer in chosen)
     width, random = params.fc.weight.shape[0], params.fc.weight.astype(jnp.float32)
     fc = (_OTHER_TAPS * random).at[:, -width:].add(jnp.eye(width, dtype=jnp.float32))
     started = params.replace(fc=Linear(weight=fc), hidden_norm=first, layers=layers, norm=target.norm)

@@ -103,9 +103,9 @@ def test_a_step_table_is_about_its_mesh(infer, tmp_path, options, one_device, mo
 @pytest.mark.parametrize(
     ("mesh", "named"),
     [
-        ("data=4", "--mesh data=4: is about 4 devices, but this machine has 8"),
-        ("data=999999999,model=999999999", "devices, but this machine has 8"),
-        ("data=4,modle=2", "--mesh data=4,modle=2: 'modle=2' is no axis and its size; write it as data=4,model=2"),
+        ("data=4", "--mesh data=4: is about 4 devices, but there are 8"),
+        ("data=999999999,model=999999999", "devices, but there are 8"),
+        ("data=4,modle=2", "--mesh data=4,modle=2: 'modle=2' is no axis and its size; write it as data=2,model=2"),
         ("data=8,data=1", "'data=1' is no axis"),
         ("data=-8", "'data=-8'"),
         ("data=0", "'data=0'"),

@@ -47,12 +47,12 @@ def at_step(monkeypatch, number: int, action) -> None:
     """Calls `action` when the batch of a step, counted from the run's start, is made."""
     calls, original = [], loop.to_batch
 
-    def to_batch(rows, accumulation=None):
+    def to_batch(rows, accumulation=None, mesh=None):
         if accumulation is not None:
             calls.append(None)
             if len(calls) == number:
                 action()
-        return original(rows, accumulation)
+        return original(rows, accumulation, mesh)
 
     monkeypatch.setattr(loop, "to_batch", to_batch)
 
