@@ -1,7 +1,8 @@
 """A run's checkpoints: all that is needed to go on exactly where a killed run was. Orbax is used here only.
 
-One checkpoint holds the trainable parameters, the rest of the train state, the position of the input pipeline, and
-JSON (settings, the best checkpoint so far, how far the metrics file had grown).
+One checkpoint holds the trainable parameters, the rest of the train state, and JSON (settings, the position of the
+input pipeline, the best checkpoint so far, how far the metrics file had grown): nothing that belongs to a mesh or to
+one of several processes.
 """
 
 import functools
@@ -12,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grain
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
@@ -23,7 +23,7 @@ from dspark_jax.training.step import TrainState
 from train.storage import storage_cause
 
 # What the JSON of a checkpoint holds.
-_NOTES = {"settings", "drafter", "target", "dtype", "metrics_bytes", "best"}
+_NOTES = {"settings", "drafter", "target", "dtype", "data", "metrics_bytes", "best"}
 
 
 class _BestAndLast(ocp.checkpoint_managers.PreservationPolicy):
@@ -80,9 +80,7 @@ class Checkpoints:
         """The newest whole checkpoint's step."""
         return self._manager.latest_step()
 
-    def save(
-        self, step: int, state: TrainState, data: grain.DatasetIterator, notes: dict[str, Any], best: int | None
-    ) -> None:
+    def save(self, step: int, state: TrainState, notes: dict[str, Any], best: int | None) -> None:
         """Begins to write a checkpoint once the one before is written. `best`: the step of the best so far."""
         self.wait()
         self._policy.best, self._saving = best, step
@@ -92,7 +90,6 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     params=ocp.args.StandardSave(state.params),
                     rest=ocp.args.StandardSave(_rest(state)),
-                    data=grain.checkpoint.CheckpointSave(data),
                     notes=ocp.args.JsonSave(notes),
                 ),
             )
@@ -110,15 +107,14 @@ class Checkpoints:
                 raise ValueError(f"{missing[0]} is missing from its notes")
             return notes
 
-    def restore(self, step: int, state: TrainState, data: grain.DatasetIterator) -> TrainState:
-        """The saved state, in the shapes of `state`; `data` is moved to the saved position."""
+    def restore(self, step: int, state: TrainState) -> TrainState:
+        """The saved state, in the shapes and shardings of `state`."""
         with self._reported("read", step):
             saved = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
                     params=ocp.args.StandardRestore(_abstract(state.params)),
                     rest=ocp.args.StandardRestore(_abstract(_rest(state))),
-                    data=grain.checkpoint.CheckpointRestore(data),
                 ),
             )
         rest = saved["rest"]

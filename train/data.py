@@ -22,6 +22,7 @@ from dspark_jax.sharding import batch_axes
 from dspark_jax.training.anchors import Batch
 from dspark_jax.training.features import StoredFeatures
 from dspark_jax.training.packing import RowCapacity, deal, place, row_capacity
+from train.processes import spread
 
 # The held-out split: this share of the records, but some of any data set, and never so many that evaluating is slow.
 _HELD_OUT_SHARE, _HELD_OUT_LEAST, _HELD_OUT_MOST = 0.02, 8, 1024
@@ -287,7 +288,7 @@ def to_batch(rows: Mapping[str, np.ndarray], accumulation: int | None = None, me
     batch = jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), batch)
     if mesh is None:
         return jax.device_put(batch)
-    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(*(None,) * (len(leading) - 1), batch_axes(mesh))))
+    return spread(batch, NamedSharding(mesh, PartitionSpec(*(None,) * (len(leading) - 1), batch_axes(mesh))))
 
 
 def file_digest(files: Sequence[str | os.PathLike]) -> str:

@@ -13,6 +13,7 @@ from dspark_jax.io.drafter_config import drafter_config_from_fields
 from dspark_jax.parameters import abstract
 from dspark_jax.training.step import declare_trainable, with_frozen
 from train.checkpoints import Checkpoints
+from train.processes import is_first, whole
 
 CHECKPOINTS = "checkpoints"
 
@@ -47,15 +48,18 @@ def export(
     dtype: str,
     deepspec: bool,
 ) -> None:
-    """Writes the drafter of one checkpoint, with the target's embedding and head."""
+    """Writes the drafter of one checkpoint, with the target's embedding and head, from the first process."""
     sharding = target.params.embed_tokens.weight.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
     params: DrafterParams = checkpoints.restore_params(step, abstract(declare_trainable(config)), sharding)
+    complete = whole(with_frozen(params, target.params))
+    if not is_first():
+        return
     save_drafter(
         output,
         config,
-        with_frozen(params, target.params),
+        complete,
         target.config,
         dtype=dtype,
         eos_token_ids=target.eos_token_ids,

@@ -36,12 +36,15 @@ from train.fit_config import FitConfig, check_settings, settings
 from train.loop import Run, fit
 from train.metrics import plot
 from train.new_drafter import initial_drafter
+from train.processes import is_first, join, spread
 
 DRAFTER = "drafter"
 
 
 def main(config: FitConfig) -> None:
     """Runs the command."""
+    if config.distributed:
+        join()
     mesh = None if config.mesh is None else mesh_of_devices("--mesh", config.mesh, TRAIN_MESH_AXES)
     target = describe_target(config.target, allow_config_keys=config.allow_config_key)
     cache = None
@@ -116,24 +119,30 @@ def _train(
         mesh,
     )
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(
+    _say(
         f"{len(chosen)} documents ({len(held_out)} held out, {documents.dropped} dropped), {steps} steps of "
         f"{config.batch_size} in {packer.rows} rows of {packer.capacity.tokens} tokens and {packer.capacity.anchors} "
         f"anchors; {size:,} trained parameters"
     )
     if cache is not None:
         size = packer.rows * packer.capacity.tokens * cache.token_bytes
-        print(f"{config.features}: the features of a batch take {size / 1e6:,.1f} MB of the device's memory")
+        _say(f"{config.features}: the features of a batch take {size / 1e6:,.1f} MB of the device's memory")
     state = init_train_state(train, run_key, params)
     if mesh is None:
         best = fit(run, state)
     else:
-        state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract_train_state(train, mesh)))
+        state = spread(state, jax.tree.map(lambda x: x.sharding, abstract_train_state(train, mesh)))
         with jax.set_mesh(mesh):
             best = fit(run, state)
-    plot(config.output)
+    if is_first():
+        plot(config.output)
     export(checkpoints, best, drafter, target, config.output / DRAFTER, config.dtype, deepspec=False)
-    print(f"{config.output / DRAFTER}: the drafter after step {best}")
+    _say(f"{config.output / DRAFTER}: the drafter after step {best}")
+
+
+def _say(line: str) -> None:
+    if is_first():
+        print(line)
 
 
 def _packer(
@@ -155,7 +164,7 @@ def _held_out_starts(cache: CachedFeatures, documents: Documents, encoding: Enco
     starts = cache.starts(documents, encoding.max_length)
     if (starts >= 0).all():
         return starts
-    print(f"{cache.folder}: lacks documents of --held-out-data; the target runs on all of these")
+    _say(f"{cache.folder}: lacks documents of --held-out-data; the target runs on all of these")
     return None
 
 

@@ -16,7 +16,7 @@ from train.data import file_digest
 
 # Options that change no number of the run, and files, which are compared by their contents.
 _FREE = {"output", "checkpoint_every", "log_every", "max_not_finite", "target", "data", "held_out_data", "features",
-         "mesh"}  # fmt: skip
+         "mesh", "distributed"}  # fmt: skip
 _AT_LEAST_ONE = ("num_layers", "block_size", "sliding_window", "draft_vocab_size", "num_anchors", "steps", "epochs",
                  "batch_size", "accumulation", "checkpoint_every", "eval_every", "log_every",
                  "max_not_finite")  # fmt: skip
@@ -104,6 +104,10 @@ class FitConfig:
     """Devices to spread over, as data=2,fsdp=4,model=2: rows of a batch over data and fsdp, weights and their moments
     over fsdp and model. An axis that is not named is 1; the product is the number of devices. By default one device is
     used. A run may go on with another mesh."""
+    distributed: bool = False
+    """Run as one of several processes, one a host, that share the data's and the output's folders; all get the same
+    command. They find each other by themselves on a TPU pod, Slurm and Kubernetes, elsewhere by the variables
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. Needs --mesh."""
     seed: int = 0
     """Of the initial values, the order of the data and the anchors."""
 
@@ -129,6 +133,8 @@ class FitConfig:
             raise InputError(f"--seed {self.seed}: must be in 0..{2**32 - 1}")
         if self.max_length < 2:
             raise InputError(f"--max-length {self.max_length}: must be at least 2")
+        if self.distributed and self.mesh is None:
+            raise InputError("--distributed: name the axes of all processes' devices with --mesh")
         if not self.data:
             raise InputError("--data: name at least one file")
         if self.batch_size % self.accumulation:

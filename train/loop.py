@@ -13,7 +13,8 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from dspark_jax.drafters.kinds import DrafterParams
@@ -22,7 +23,8 @@ from dspark_jax.training.step import TrainConfig, TrainState, eval_step, train_s
 from train.checkpoints import Checkpoints
 from train.data import to_batch
 from train.fit_config import FitConfig
-from train.metrics import HELD_OUT, MetricsLog
+from train.metrics import HELD_OUT, MetricsLog, NoLog
+from train.processes import hidden_bar, is_first, spread
 
 Rows = Mapping[str, np.ndarray]
 # Exit status of a run that a SIGTERM ended after its save: 128 + 15.
@@ -55,7 +57,9 @@ class Run:
 def evaluate(run: Run, params: DrafterParams) -> dict[str, np.ndarray]:
     """Means over the held-out documents, at the same anchors each time."""
     key, sums = jax.random.key(run.config.seed), None
-    for index, rows in enumerate(tqdm(run.held_out(), "held out", unit=" batches", leave=False, disable=None)):
+    if run.mesh is not None:
+        key = spread(key, NamedSharding(run.mesh, PartitionSpec()))
+    for index, rows in enumerate(tqdm(run.held_out(), "held out", unit=" batches", leave=False, disable=hidden_bar())):
         new = eval_step(params, run.target, to_batch(rows, mesh=run.mesh), jax.random.fold_in(key, index), run.train)
         sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
     return jax.device_get(train_step_metrics(sums, run.train))
@@ -73,15 +77,17 @@ def fit(run: Run, state: TrainState) -> int:
     if start:
         notes = checkpoints.notes(start)
         position, best = notes["metrics_bytes"], notes["best"] and Best(**notes["best"])
-        state = checkpoints.restore(start, state, run.data)
-        print(f"{config.output}: resumed after step {start}")
+        state = checkpoints.restore(start, state)
+        run.data.set_state(notes["data"])
+        if is_first():
+            print(f"{config.output}: resumed after step {start}")
     total = run.train.total_steps
     if start == total:
         return total if best is None else best.step
     with (
         _sigterm() as stopped,
-        MetricsLog(config.output, position, start) as log,
-        tqdm(total=total, initial=start, unit=" steps", disable=None, dynamic_ncols=True) as bar,
+        MetricsLog(config.output, position, start) if is_first() else NoLog() as log,
+        tqdm(total=total, initial=start, unit=" steps", disable=hidden_bar(), dynamic_ncols=True) as bar,
     ):
         pending = None
         for step in range(start + 1, total + 1):
@@ -90,7 +96,7 @@ def fit(run: Run, state: TrainState) -> int:
             if pending is not None:
                 _report(config, log, bar, *pending)
             pending = (step, metrics, rows["record"])
-            stop, last = stopped.is_set(), step == total
+            stop, last = _agreed(stopped, step), step == total
             evaluating = last or step % config.eval_every == 0
             if not (evaluating or stop or step % config.checkpoint_every == 0):
                 continue
@@ -104,8 +110,12 @@ def fit(run: Run, state: TrainState) -> int:
                 improved = math.isfinite(value) and (best is None or value > best.value)
                 best = Best(step, value) if improved else best
             if improved or stop or last or step % config.checkpoint_every == 0:
-                notes = {"metrics_bytes": log.position, "best": best and dataclasses.asdict(best)}
-                checkpoints.save(step, state, run.data, run.notes | notes, best and best.step)
+                notes = {
+                    "data": run.data.get_state(),
+                    "metrics_bytes": log.position,
+                    "best": best and dataclasses.asdict(best),
+                }
+                checkpoints.save(step, state, run.notes | notes, best and best.step)
             if stop and not last:
                 checkpoints.wait()
                 bar.write(f"{config.output}: stopped and saved after step {step}", file=sys.stderr)
@@ -114,7 +124,9 @@ def fit(run: Run, state: TrainState) -> int:
     return total if best is None else best.step
 
 
-def _report(config: FitConfig, log: MetricsLog, bar: tqdm, step: int, metrics: Any, records: np.ndarray) -> None:
+def _report(
+    config: FitConfig, log: MetricsLog | NoLog, bar: tqdm, step: int, metrics: Any, records: np.ndarray
+) -> None:
     """Reads a step's metrics, for which the device may still be working on the next step."""
     values = jax.device_get(metrics)
     in_a_row = int(values.pop("not_finite_in_a_row"))
@@ -130,11 +142,18 @@ def _report(config: FitConfig, log: MetricsLog, bar: tqdm, step: int, metrics: A
         raise SystemExit(1)
 
 
+def _agreed(stopped: threading.Event, step: int) -> bool:
+    """Whether to stop after this step, in all processes: one that is told to tells the others of a step to come."""
+    return multihost_utils.reached_preemption_sync_point(step) if jax.process_count() > 1 else stopped.is_set()
+
+
 @contextmanager
 def _sigterm() -> Iterator[threading.Event]:
-    """An event that a SIGTERM sets, in the main thread, instead of ending the process."""
+    """An event that a SIGTERM sets, in the main thread, instead of ending the process; one of several has JAX's own
+    handler (`_agreed`).
+    """
     stopped = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
         yield stopped
         return
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())

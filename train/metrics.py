@@ -1,5 +1,6 @@
 """What a run reports: metrics.jsonl, TensorBoard and a plot."""
 
+import contextlib
 import json
 import math
 import os
@@ -73,6 +74,18 @@ class MetricsLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class NoLog(contextlib.nullcontext):
+    """In the place of a `MetricsLog` in all processes but the one that writes."""
+
+    position = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def write(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
+        """Does nothing."""
 
 
 def _plain(value: Any) -> Any:
