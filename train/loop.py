@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import signal
 import sys
 import threading
@@ -54,8 +55,11 @@ def evaluate(run: Run, params: DrafterParams) -> dict[str, np.ndarray]:
     """Means over the held-out documents, at the same anchors each time."""
     key, sums = jax.random.key(run.config.seed), None
     for index, rows in enumerate(tqdm(run.held_out(), "held out", unit=" batches", leave=False, disable=None)):
-        new = eval_step(params, run.target, to_batch(rows), jax.random.fold_in(key, index), run.train)
-        sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
+        batch, batch_key = to_batch(rows), jax.random.fold_in(key, index)
+        for part in range(len(batch.tokens)):
+            part_of_batch = jax.tree.map(operator.itemgetter(part), batch)
+            new = eval_step(params, run.target, part_of_batch, batch_key, run.train)
+            sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
     return jax.device_get(train_step_metrics(sums, run.train))
 
 
@@ -84,7 +88,7 @@ def fit(run: Run, state: TrainState) -> int:
         pending = None
         for step in range(start + 1, total + 1):
             rows = next(run.data)
-            state, metrics = train_step(state, run.target, to_batch(rows, config.accumulation), run.train)
+            state, metrics = train_step(state, run.target, to_batch(rows), run.train)
             if pending is not None:
                 _report(config, log, bar, *pending)
             pending = (step, metrics, rows["record"])
