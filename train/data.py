@@ -162,7 +162,7 @@ def split(documents: Documents) -> tuple[Int[np.ndarray, "training"], Int[np.nda
 
 def row_length(documents: Documents, max_length: int) -> int:
     """T of all batches."""
-    return min(max_length, -(-int(documents.lengths.max()) // _LENGTH_STEP) * _LENGTH_STEP)
+    return min(max_length, _ceil(int(documents.lengths.max()), _LENGTH_STEP) * _LENGTH_STEP)
 
 
 # The arrays of packed rows, by name.
@@ -173,25 +173,33 @@ AddToRows = Callable[[Rows], Rows]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowPacker:
-    """Packs the documents of a batch into rows [B, T], as `training.packing` says.
+    """Packs the documents of a batch into rows [parts · B, T], as `training.packing` says.
 
-    `anchors`: how many each document needs. `parts`: what the rows are dealt to, a multiple of which B is: accumulation
-    steps times devices. B is `rows`, or more for a batch that needs more, for which programs are compiled again.
+    `anchors`: how many each document needs. `part_rows`: B, cut into `row_multiple` equal pieces, one a device.
+    `parts`: how many, or more for a batch that needs more, for which programs are compiled again.
     """
 
     documents: Documents
     anchors: Int[np.ndarray, "documents"]
     capacity: RowCapacity
+    part_rows: int
     parts: int
-    rows: int
+    row_multiple: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of nearly every batch."""
+        return self.parts * self.part_rows
 
     def __call__(self, chosen: Int[np.ndarray, "n"]) -> Rows:
-        """`tokens`, `mask`, `document_ids` and `positions` [B, T], where a document's id is its place in `chosen`;
-        and of each document [n]: `document`, its index; `record`; `length`; `row` and `start`, where it begins.
+        """`tokens`, `mask`, `document_ids` and `positions` [parts · B, T], where a document's id is its place in
+        `chosen`; of each document [n] `document`, its index, `record`, `length`, and where it is, `row` and `start`;
+        and the numbers `part_rows` and `row_anchors`.
         """
         lengths = self.documents.lengths[chosen]
         placement = place(lengths, self.anchors[chosen], self.capacity)
-        placement = deal(placement, max(self.rows, _round_up(placement.count, self.parts)), self.parts)
+        parts = max(self.parts, _ceil(placement.count, self.part_rows))
+        placement = deal(placement, parts * self.part_rows, parts * self.row_multiple)
         shape = (placement.count, self.capacity.tokens)
         tokens, positions = np.full(shape, _PAD, np.int32), np.zeros(shape, np.int32)
         mask, document_ids = np.zeros(shape, bool), np.full(shape, -1, np.int32)
@@ -205,17 +213,18 @@ class RowPacker:
             "mask": mask,
             "document_ids": document_ids,
             "positions": positions,
-            "row_anchors": np.asarray(self.capacity.anchors),
             "document": np.asarray(chosen),
             "record": self.documents.records[chosen],
             "length": lengths,
             "row": placement.rows,
             "start": placement.starts,
+            "part_rows": np.asarray(self.part_rows),
+            "row_anchors": np.asarray(self.capacity.anchors),
         }
 
 
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def _ceil(count: int, divisor: int) -> int:
+    return -(-count // divisor)
 
 
 def row_packer(
@@ -228,14 +237,15 @@ def row_packer(
 ) -> RowPacker:
     """What packs into rows of `length` tokens, sized for these `batches` of indices of documents.
 
-    `row_multiple`: devices over which the rows of an accumulation step are sharded.
+    They are computed in `accumulation` parts, or in fewer of the same size, so that few rows are empty.
+    `row_multiple`: devices over which the rows of a part are sharded.
     """
     batches = list(batches)
     chosen, lengths = np.concatenate(batches), documents.lengths
     capacity = row_capacity(lengths[chosen], anchors[chosen], length)
     needed = max(place(lengths[batch], anchors[batch], capacity).count for batch in batches)
-    parts = accumulation * row_multiple
-    return RowPacker(documents, anchors, capacity, parts, _round_up(needed, parts))
+    part_rows = _ceil(needed, accumulation * row_multiple) * row_multiple
+    return RowPacker(documents, anchors, capacity, part_rows, _ceil(needed, part_rows), row_multiple)
 
 
 def training_order(chosen: Int[np.ndarray, "n"], batch_size: int, seed: int) -> grain.MapDataset[np.ndarray]:
@@ -251,7 +261,7 @@ def in_order(chosen: Int[np.ndarray, "n"], batch_size: int) -> list[Int[np.ndarr
 def first_pass(order: grain.MapDataset[np.ndarray], count: int) -> list[Int[np.ndarray, "batch_size"]]:
     """The first batches of `training_order`, in which each of its `count` documents occurs."""
     batch_size = len(np.asarray(order[0]))
-    return [np.asarray(order[index]) for index in range(_round_up(count, batch_size) // batch_size)]
+    return [np.asarray(order[index]) for index in range(_ceil(count, batch_size))]
 
 
 def training_rows(
@@ -277,18 +287,17 @@ def held_out_rows(
         yield rows if add is None else add(rows)
 
 
-def to_batch(rows: Mapping[str, np.ndarray], accumulation: int | None = None, mesh: Mesh | None = None) -> Batch:
-    """A Batch [B, T], or [accumulation, B / accumulation, T]; with a mesh, its rows are spread over the devices."""
-    count = len(rows["tokens"])
-    leading = (count,) if accumulation is None else (accumulation, count // accumulation)
+def to_batch(rows: Mapping[str, np.ndarray], mesh: Mesh | None = None) -> Batch:
+    """A Batch [parts, B, T] of packed rows; with a mesh, the rows of each part are spread over the devices."""
+    part_rows = int(rows["part_rows"])
     stored = StoredFeatures(rows["states"], rows.get("scales")) if "states" in rows else None
     batch = Batch(
         rows["tokens"], rows["mask"], rows["document_ids"], rows["positions"], stored, int(rows["row_anchors"])
     )
-    batch = jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), batch)
+    batch = jax.tree.map(lambda x: x.reshape(-1, part_rows, *x.shape[1:]), batch)
     if mesh is None:
         return jax.device_put(batch)
-    return spread(batch, NamedSharding(mesh, PartitionSpec(*(None,) * (len(leading) - 1), batch_axes(mesh))))
+    return spread(batch, NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh))))
 
 
 def file_digest(files: Sequence[str | os.PathLike]) -> str:

@@ -96,9 +96,9 @@ def _train(
     add = None if starts is None else cache.rows(starts, drafter)
     add_held_out = None if held_out_starts is None else cache.rows(held_out_starts, drafter)
     order = training_order(chosen, config.batch_size, config.seed)
-    packer = _packer(config, drafter, documents, first_pass(order, len(chosen)), config.accumulation, mesh)
-    batches = in_order(held_out, config.batch_size // config.accumulation)
-    held_out_packer = _packer(config, drafter, held_out_documents, batches, 1, mesh)
+    packer = _packer(config, drafter, documents, first_pass(order, len(chosen)), mesh)
+    batches = in_order(held_out, config.batch_size)
+    held_out_packer = _packer(config, drafter, held_out_documents, batches, mesh)
     steps = config.steps or max(1, round(config.epochs * len(chosen) / config.batch_size))
     train = TrainConfig(
         target=target.config, drafter=drafter, total_steps=steps, loss=config.loss, optimizer=config.optimizer
@@ -150,13 +150,14 @@ def _packer(
     drafter: DraftModelConfig,
     documents: Documents,
     batches: Sequence[np.ndarray],
-    accumulation: int,
     mesh: Mesh | None,
 ) -> RowPacker:
     """For batches of which each document has as many anchors as are trained at a time."""
     anchors = np.minimum(documents.valid_anchors(first_anchor(drafter)), drafter.num_anchors)
     devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
-    return row_packer(documents, anchors, batches, row_length(documents, config.max_length), accumulation, devices)
+    return row_packer(
+        documents, anchors, batches, row_length(documents, config.max_length), config.accumulation, devices
+    )
 
 
 def _held_out_starts(cache: CachedFeatures, documents: Documents, encoding: Encoding):

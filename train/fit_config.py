@@ -91,9 +91,9 @@ class FitConfig:
     epochs: int = 10
     """Passes over the data, if steps are not given."""
     batch_size: int = 16
-    """Documents of one update."""
+    """Documents of one update, which are packed into rows as long as the longest document of the data."""
     accumulation: int = 1
-    """Parts that a batch is computed in, one after the other, to save memory."""
+    """Parts that a batch's rows are computed in, one after the other, to save memory; fewer where that saves none."""
     max_length: int = 4096
     """Tokens after which a document is cut; the target's context, if that is less."""
     enable_thinking: bool | None = None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import signal
 import sys
 import threading
@@ -60,8 +61,11 @@ def evaluate(run: Run, params: DrafterParams) -> dict[str, np.ndarray]:
     if run.mesh is not None:
         key = spread(key, NamedSharding(run.mesh, PartitionSpec()))
     for index, rows in enumerate(tqdm(run.held_out(), "held out", unit=" batches", leave=False, disable=hidden_bar())):
-        new = eval_step(params, run.target, to_batch(rows, mesh=run.mesh), jax.random.fold_in(key, index), run.train)
-        sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
+        batch, batch_key = to_batch(rows, run.mesh), jax.random.fold_in(key, index)
+        for part in range(len(batch.tokens)):
+            part_of_batch = jax.tree.map(operator.itemgetter(part), batch)
+            new = eval_step(params, run.target, part_of_batch, batch_key, run.train)
+            sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
     return jax.device_get(train_step_metrics(sums, run.train))
 
 
@@ -92,7 +96,7 @@ def fit(run: Run, state: TrainState) -> int:
         pending = None
         for step in range(start + 1, total + 1):
             rows = next(run.data)
-            state, metrics = train_step(state, run.target, to_batch(rows, config.accumulation, run.mesh), run.train)
+            state, metrics = train_step(state, run.target, to_batch(rows, run.mesh), run.train)
             if pending is not None:
                 _report(config, log, bar, *pending)
             pending = (step, metrics, rows["record"])

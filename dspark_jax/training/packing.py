@@ -63,9 +63,8 @@ def place(
 
 
 def deal(placement: Placement, count: int, parts: int) -> Placement:
-    """The same among `count` rows, of which `parts` parts of equal size, each rows in sequence, get rows in turn.
-
-    `count` is a multiple of `parts`, and at least the rows in use.
+    """The same documents among `count` rows, in `parts` equal parts of neighbouring rows that get the rows in use in
+    turn. `count` is a multiple of `parts`, and no less than the rows in use.
     """
     rows = placement.rows % parts * (count // parts) + placement.rows // parts
     return Placement(rows, placement.starts, count)

@@ -21,8 +21,8 @@ from train import cache, cache_layout
 from train.__main__ import main
 from train.cache_files import MANIFEST, open_arrays, read_manifest
 from train.cache_layout import plan, row_length
-from train.cached_features import CachedFeatures
-from train.data import Encoding, load_documents
+from train.cached_features import CachedFeatures, FeatureRows
+from train.data import Encoding, load_documents, row_packer
 
 ROOT = Path(__file__).parents[2]
 # The data's 30 documents then make several shards.
@@ -121,6 +121,21 @@ def test_what_is_stored_is_what_the_target_computes(cached, chat_target, data):
         computed = cache.compute_features(target.params, target.config, taps, row, lengths, "bfloat16")
         got = arrays["states"][at].read().result().astype(np.float32)
         np.testing.assert_allclose(got, np.asarray(computed.states[0, : len(ids)], np.float32), rtol=2**-6, atol=0.02)
+
+
+def test_packed_rows_hold_each_document_s_own_features(cached, data):
+    documents = load_documents([data], Encoding(tokenizer=None, vocab_size=260, max_length=4096))
+    manifest = read_manifest(cached)
+    states = open_arrays(cached, manifest)["states"]
+    starts, stored = CachedFeatures(cached, manifest).starts(documents, 4096), states.read().result()
+    chosen = np.asarray([3, 29, 0, 7, 11])
+    packer = row_packer(documents, documents.valid_anchors(0), [chosen], 192)
+    rows = FeatureRows(cached, {"states": states}, starts)(packer(chosen))
+    assert len(rows["states"]) < len(chosen)
+    for number, document in enumerate(chosen):
+        own = rows["states"][rows["document_ids"] == number]
+        np.testing.assert_array_equal(own, stored[starts[document] : starts[document] + len(own)])
+    assert not rows["states"][rows["document_ids"] == -1].any()
 
 
 def test_fit_reads_the_features_and_never_runs_the_target(cached, fit_arguments, tmp_path, monkeypatch):

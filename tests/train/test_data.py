@@ -115,8 +115,8 @@ def test_documents_are_packed_into_rows(data, records):
     anchors = np.minimum(documents.valid_anchors(0), 5)
     packer = row_packer(documents, anchors, first_pass(order, 30), 192, accumulation=2)
     rows = next(training_rows(order, packer))
-    batch = to_batch(rows, accumulation=2)
-    assert batch.tokens.shape == (2, packer.rows // 2, 192) and 4 <= packer.rows < 7
+    batch = to_batch(rows)
+    assert batch.tokens.shape == (2, packer.part_rows, 192) and packer.rows == 2 * packer.part_rows < 7
     assert batch.row_anchors == packer.capacity.anchors
     flat = jax.tree.map(lambda x: np.asarray(x).reshape(-1, 192), batch)
     for number, record in enumerate(rows["record"]):
@@ -139,17 +139,24 @@ def test_valid_anchors_are_counted_as_they_are_drawn_from(first, tmp_path, write
     documents = load_documents([write_rows(tmp_path / "a.jsonl", written)], encoding)
     assert documents.valid_anchors(first).tolist() == [1 - first, 1, 6]
     packer = row_packer(documents, documents.valid_anchors(first), [np.arange(3)], 16)
-    batch = to_batch(packer(np.arange(3)))
+    batch = jax.tree.map(lambda x: x[0], to_batch(packer(np.arange(3))))
     drawn = np.asarray(valid_anchors(batch) & (batch.positions >= first))
     counts = [int((drawn & (batch.document_ids == number)).sum()) for number in range(3)]
     assert counts == documents.valid_anchors(first).tolist()
 
 
-def test_a_batch_that_needs_more_rows_gets_them(data):
+@pytest.mark.parametrize(
+    ("accumulation", "row_multiple", "shapes"),
+    [(1, 1, [(1, 5), (1, 5), (2, 5)]), (3, 1, [(3, 2), (3, 2), (4, 2)]), (4, 1, [(3, 2), (3, 2), (4, 2)]),
+     (9, 1, [(5, 1), (5, 1), (7, 1)]), (2, 2, [(2, 4), (2, 4), (2, 4)]), (2, 8, [(1, 8), (1, 8), (1, 8)])],
+)  # fmt: skip
+def test_parts_are_of_one_size_and_no_more_than_needed(accumulation, row_multiple, shapes, data):
+    """Sized for five documents, of which no two fit into a row; a batch of seven needs more."""
     documents = load_documents([data], Encoding(tokenizer=None, vocab_size=260, max_length=512))
-    packer = row_packer(documents, documents.valid_anchors(0), [np.arange(2)], 64, accumulation=2, row_multiple=2)
-    assert packer.rows == 4
-    assert [len(packer(np.arange(count))["tokens"]) for count in (1, 4, 5, 9)] == [4, 4, 8, 12]
+    anchors = documents.valid_anchors(0)
+    packer = row_packer(documents, anchors, [np.arange(5)], 64, accumulation, row_multiple)
+    found = [to_batch(packer(np.arange(count))).tokens.shape[:2] for count in (1, 5, 7)]
+    assert found == shapes
 
 
 def test_held_out_documents_are_packed_and_the_rest_is_padding(data):
@@ -159,8 +166,8 @@ def test_held_out_documents_are_packed_and_the_rest_is_padding(data):
     rows = list(held_out_rows(batches, packer))
     assert [part["record"].tolist() for part in rows] == [[0, 1, 2, 3], [4, 5]]
     last = to_batch(rows[1])
-    assert last.tokens.shape == (4, 64)
-    empty = (np.asarray(last.document_ids) == -1).all(axis=1)
+    assert last.tokens.shape == (1, 4, 64)
+    empty = (np.asarray(last.document_ids) == -1).all(axis=2)
     assert empty.sum() == 2 and not np.asarray(last.loss_mask)[empty].any()
 
 
