@@ -161,6 +161,7 @@ BAD_MODELS = {
     "drafter of a deeper target": ("drafter", {"num_target_layers": 8}, "num_target_layers"),
     "drafter of another vocabulary": ("drafter", {"vocab_size": 300}, "vocab_size"),
     "mask outside the vocabulary": ("drafter", {"mask_token_id": 260}, "mask_token_id"),
+    "layers beyond any memory": ("target", {"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers"),
     "not a number": ("target", {"rms_norm_eps": float("nan")}, "NaN"),
     "EOS outside 32 bits": ("target", {"eos_token_id": 2**40}, "eos_token_id"),
     "block longer than the context": ("drafter", {"block_size": 10**9}, "block_size"),
