@@ -41,8 +41,9 @@ def sampling_params(
     requests: int, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> SamplingParams:
     """The same settings for R requests. Raises ValueError for a value outside its range."""
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature {temperature} must be finite and at least 0")
+    # Times the noise it is finite in float32.
+    if not 0 <= temperature <= 1e30:
+        raise ValueError(f"temperature {temperature} must be in [0, 1e30]")
     if top_k < 0:
         raise ValueError(f"top_k {top_k} must be at least 0 (0 switches it off)")
     if top_k >= 2**31:

@@ -6,6 +6,7 @@ from pathlib import Path
 from dspark_jax import DraftModelConfig
 from dspark_jax.io import (
     Drafter,
+    InputError,
     Target,
     TargetDescription,
     describe_drafter,
@@ -15,7 +16,7 @@ from dspark_jax.io import (
 from dspark_jax.io.named_models import locate
 from dspark_jax.io.tensors import INT8
 from dspark_jax.layers.kv_cache import cache_bytes
-from infer.options import ModelOptions
+from infer.options import DraftingOptions, ModelOptions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,11 +31,14 @@ def describe(options: ModelOptions, drafter: str | None) -> Description:
     """Reads and checks everything but the weights.
 
     Raises:
-      InputError: a missing file, an unknown key, or a drafter of another target.
+      InputError: a missing file, an unknown key, a drafter of another target, or a threshold without confidences.
     """
     keys = options.allow_config_key
     target = describe_target(options.target, allow_config_keys=keys)
     config = None if drafter is None else describe_drafter(drafter, target=target.config, allow_config_keys=keys)
+    threshold = options.confidence_threshold if isinstance(options, DraftingOptions) else 0
+    if threshold and config is not None and not config.enable_confidence_head:
+        raise InputError(f"--confidence-threshold {threshold}: {drafter} has no confidence head; leave it out")
     return Description(target, config)
 
 

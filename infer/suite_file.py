@@ -4,7 +4,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from dspark_jax import TreeKind, TreeSpec
+from dspark_jax import TreeKind, TreeSpec, sampling_params
 from dspark_jax.io import InputError
 from dspark_jax.io.command_line import read_file
 from dspark_jax.io.named_models import locate
@@ -135,13 +135,16 @@ def _check(suite: Suite, path: Path) -> None:
         if value is not None and value < 1:
             raise InputError(f"{path}: {name} {value} must be at least 1")
     for temperature in suite.temperatures:
-        if not 0 <= temperature < math.inf:
-            raise InputError(f"{path}: temperatures: {temperature} must be finite and at least 0")
+        try:
+            sampling_params(1, temperature)
+        except ValueError as error:
+            raise InputError(f"{path}: temperatures: {error}") from error
     for file in suite.prompts:
         if not file.is_file():
             raise InputError(f"{path}: prompts: {file}: no such file; paths are relative to the suite's file")
     names = [file.stem for file in suite.prompts]
-    _check_distinct(path, "prompts", names, "name files by different names")
+    # The last column of the tables has this name.
+    _check_distinct(path, "prompts", [*names, MEAN], "name files by different names, none of them mean")
     rows = [drafter.row(method) for drafter in suite.drafters for method in drafter.methods]
     _check_distinct(path, "drafters", rows, "give each a label of its own")
     _check_distinct(path, "temperatures", [f"{temperature:g}" for temperature in suite.temperatures], "name it once")
@@ -156,6 +159,8 @@ def _check_distinct(path: Path, key: str, names: list[str], remedy: str) -> None
 
 
 def _check_drafter(suite: Suite, drafter: SuiteDrafter, place: str, names: list[str]) -> None:
+    if not drafter.label.strip() or not drafter.label.isprintable() or "|" in drafter.label:
+        raise InputError(f"{place}.label: {drafter.label!r} is no name for a table's row; use printable text without |")
     if not drafter.methods:
         raise InputError(f"{place}.methods: name at least one")
     if not drafter.path.is_dir() and not drafter.optional:

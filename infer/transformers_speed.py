@@ -38,6 +38,8 @@ class TransformersSpeedOptions:
     """Steps of each timed loop."""
     repeats: int = 7
     """Turns."""
+    allow_config_key: tuple[str, ...] = ()
+    """Unknown keys of the target's config.json that may be ignored."""
 
     def check(self) -> None:
         for name in ("context", "steps", "repeats"):
@@ -48,7 +50,7 @@ class TransformersSpeedOptions:
 
 def transformers_speed(options: TransformersSpeedOptions) -> None:
     options.check()
-    description = describe_target(options.target)
+    description = describe_target(options.target, allow_config_keys=options.allow_config_key)
     longest = description.config.max_position_embeddings
     if options.context + options.steps >= longest:
         raise InputError(f"--context and --steps are more than the target's {longest} positions; lower one of them")
@@ -86,7 +88,7 @@ def _transformers_model(source: str) -> Any:
     """The model in float32, read by transformers from the same files.
 
     Raises:
-      InputError: torch or transformers is not installed.
+      InputError: torch or transformers is not installed, or cannot read the model.
     """
     try:
         import torch
@@ -96,7 +98,11 @@ def _transformers_model(source: str) -> Any:
     path = Path(locate(source))
     place = {"gguf_file": path.name} if path.is_file() else {}
     folder = path.parent if place else resolve_folder(path)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place).eval()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place).eval()
+    except Exception as error:  # the library raises nothing narrower
+        version = transformers.__version__
+        raise InputError(f"{source}: transformers {version} cannot read it ({error}); try another version") from error
 
 
 def _versions() -> dict[str, str]:

@@ -108,7 +108,15 @@ def test_greedy_requests_draw_no_noise():
 
 
 @pytest.mark.parametrize(
-    "setting", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 1.5}]
+    "setting",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": 1e39},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+    ],
 )
 def test_settings_outside_their_range_are_refused(setting):
     with pytest.raises(ValueError, match=next(iter(setting))):

@@ -20,7 +20,7 @@ from dspark_jax.training.features import Storage, StoredFeatures, compute_featur
 from train.cache_files import MANIFEST, Manifest, open_arrays, read_manifest
 from train.cache_layout import Layout, cache_bytes, plan, row_length, state_arrays, token_bytes
 from train.data import Documents, Encoding, file_digest, load_documents
-from train.storage import storage_reported, written_shards
+from train.storage import missing_shards, storage_reported
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,14 +84,13 @@ def main(config: CacheConfig) -> None:
         print(f"{_contents(config, manifest)}: {total}, {size:,} bytes a token; {_size(_free(config.output))} free")
         return
     saved = _saved(config, manifest)
-    if saved is not None and saved.complete:
-        print(f"{_contents(config, manifest)}: complete already")
-        return
-    done: set[int] = set()
+    missing = list(range(manifest.shards))
     if saved is not None:
         with _reported(config):
-            done = set.intersection(*map(written_shards, _arrays(config, manifest).values()))
-    missing = [number for number in range(manifest.shards) if number not in done]
+            missing = missing_shards(_arrays(config, manifest).values(), manifest.shards)
+        if saved.complete and not missing:
+            print(f"{_contents(config, manifest)}: complete already")
+            return
     needed, free = _bytes(manifest, [layout.rows[number] for number in missing]), _free(config.output)
     if needed > free:
         raise InputError(

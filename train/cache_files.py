@@ -76,6 +76,9 @@ def read_manifest(folder: Path) -> Manifest:
     for name, kinds in _KINDS.items():
         if type(fields.get(name, fields)) not in kinds:
             raise InputError(f"{path}: {name} is missing or malformed; make the cache again")
+    layers = fields["target_layer_ids"]
+    if any(type(layer) is not int for layer in layers) or layers != sorted(set(layers)):
+        raise InputError(f"{path}: target_layer_ids {layers} must be ascending integers; make the cache again")
     if fields["storage"] not in ("bfloat16", "int8"):
         raise InputError(f"{path}: storage {fields['storage']!r} is not bfloat16 or int8; make the cache again")
     values = {name: fields[name] for name in _KINDS}

@@ -14,7 +14,7 @@ from dspark_jax.io import InputError, TargetDescription
 from train.cache_files import MANIFEST, Manifest, open_arrays, read_manifest
 from train.cache_layout import token_bytes
 from train.data import Documents, Encoding
-from train.storage import storage_reported
+from train.storage import missing_shards, storage_reported
 
 
 def complete_manifest(folder: Path, target: TargetDescription) -> Manifest:
@@ -65,7 +65,7 @@ class FeatureRows:
 
 
 def _reported(folder: Path):
-    return storage_reported(folder, "read", "its files are damaged or gone; remove it and make it again")
+    return storage_reported(folder, "read", "remove the damaged file and make it again by the same `cache` command")
 
 
 class CachedFeatures:
@@ -75,15 +75,21 @@ class CachedFeatures:
     found by their tokens, wherever they stand in which file, and however `fit` cuts them shorter.
 
     Raises:
-      InputError: files that cannot be read.
+      InputError: files that cannot be read, or are gone.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         with _reported(folder):
             self._arrays = open_arrays(folder, manifest)
-            self._tokens = self._arrays.pop("tokens").read().result()
             self._documents = self._arrays.pop("documents").read().result()
+            missing = missing_shards(self._arrays.values(), manifest.shards)
+            self._tokens = self._arrays.pop("tokens").read().result()
+        if missing:
+            raise InputError(
+                f"{folder}: shard {missing[0]} of {manifest.shards} is gone; run the `cache` command that made it, "
+                "which writes it again"
+            )
 
     @property
     def token_bytes(self) -> int:

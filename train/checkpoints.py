@@ -23,7 +23,10 @@ from dspark_jax.training.step import TrainState
 from train.storage import storage_cause
 
 # What the JSON of a checkpoint holds.
-_NOTES = {"settings", "drafter", "target", "dtype", "data", "metrics_bytes", "best"}
+_NOTES: dict[str, type | tuple[type, ...]] = {
+    "settings": dict, "drafter": dict, "target": str, "dtype": str, "data": dict,
+    "metrics_bytes": int, "best": (dict, type(None)),
+}  # fmt: skip
 
 
 class _BestAndLast(ocp.checkpoint_managers.PreservationPolicy):
@@ -103,8 +106,11 @@ class Checkpoints:
         """The JSON of a checkpoint."""
         with self._reported("read", step):
             notes = self._manager.restore(step, args=ocp.args.Composite(notes=ocp.args.JsonRestore()))["notes"]
-            if missing := sorted(_NOTES - notes.keys()):
-                raise ValueError(f"{missing[0]} is missing from its notes")
+            for name, kind in _NOTES.items():
+                if name not in notes or not isinstance(notes[name], kind):
+                    raise ValueError(f"{name} is missing from its notes or malformed")
+            if notes["best"] and type(notes["best"].get("step")) is not int:
+                raise ValueError("best.step is missing from its notes or malformed")
             return notes
 
     def restore(self, step: int, state: TrainState) -> TrainState:

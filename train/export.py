@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dspark_jax.config import DraftModelConfig
 from dspark_jax.drafters.kinds import DrafterParams
-from dspark_jax.io import InputError, Target, describe_target, read_json, save_drafter
+from dspark_jax.io import InputError, Target, TargetDescription, describe_drafter, describe_target, save_drafter
+from dspark_jax.io.drafter import check_deepspec
 from dspark_jax.io.drafter_config import drafter_config_from_fields
 from dspark_jax.parameters import abstract
 from dspark_jax.training.step import declare_trainable, with_frozen
@@ -67,13 +68,24 @@ def export(
     )
 
 
+def _check_output(folder: Path, drafter: DraftModelConfig, target: TargetDescription) -> None:
+    """Raises an InputError where anything but this drafter, written before, would be lost."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file; name a folder to write")
+    if not (folder / "config.json").exists():
+        return
+    try:
+        same = describe_drafter(folder, target=target.config) == drafter
+    except InputError:
+        same = False
+    if not same:
+        raise InputError(f"{folder}: holds another model, which would be lost; name another --output")
+
+
 def main(config: ExportConfig) -> None:
     """Runs the command."""
     if config.dtype == "int8" and config.layout == "deepspec":
         raise InputError("--dtype int8: engines of the layout deepspec cannot read it; add --layout reduced")
-    existing = config.output / "config.json"
-    if existing.exists() and "block_size" not in read_json(existing):
-        raise InputError(f"{config.output}: holds another model, which would be lost; name another --output")
     checkpoints = Checkpoints(config.run / CHECKPOINTS, read_only=True)
     last = checkpoints.last()
     if last is None:
@@ -81,11 +93,17 @@ def main(config: ExportConfig) -> None:
     notes = checkpoints.notes(last)
     step = notes["best"]["step"] if config.which == "best" and notes["best"] else last
     description = describe_target(config.target or notes["target"], allow_config_keys=config.allow_config_key)
-    if description.fingerprint != notes["settings"]["target"]:
+    if description.fingerprint != notes["settings"].get("target"):
         raise InputError(
             f"--target {config.target or notes['target']}: not the target that the drafter was trained for"
         )
-    drafter = drafter_config_from_fields(notes["drafter"])
+    try:
+        drafter = drafter_config_from_fields(notes["drafter"])
+    except ValueError as error:
+        raise InputError(f"{checkpoints.folder}: checkpoint {last}: drafter: {error}; its notes are damaged") from error
+    _check_output(config.output, drafter, description)
+    if config.layout == "deepspec":
+        check_deepspec(config.output, drafter, config.dtype)
     target = description.load(dtype=notes["dtype"])
     export(checkpoints, step, drafter, target, config.output, config.dtype, config.layout == "deepspec")
     print(f"{config.output}: the drafter after step {step}")

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ def storage_cause(error: BaseException) -> str:
     """Why TensorStore or Orbax failed, in a few words."""
     root = str(error.__cause__ or error)
     number = re.search(r"os_error_code='(\d+)'", root)
-    return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or root[:300]
+    # TensorStore goes on with the whole description of the array.
+    words = root.partition(" [tensorstore_spec=")[0][:300]
+    return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or words
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def storage_reported(folder: Path, what: str, remedy: str) -> Iterator[None]:
     """Turns TensorStore's errors, which are ValueErrors, into an InputError: "FOLDER: could not be WHAT: …; REMEDY"."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OverflowError) as error:
         raise InputError(f"{folder}: could not be {what}: {storage_cause(error)}; {remedy}") from error
 
 
@@ -66,6 +68,11 @@ def written_shards(array: ts.TensorStore) -> set[int]:
     """Numbers of the shards that are there."""
     keys = [key.decode().split("/") for key in array.kvstore.list().result()]
     return {int(key[1]) for key in keys if key[0] == "c"}
+
+
+def missing_shards(arrays: Iterable[ts.TensorStore], shards: int) -> list[int]:
+    """Numbers of the shards that one of the arrays lacks; it would be read as zeros."""
+    return sorted(set(range(shards)) - set.intersection(*map(written_shards, arrays)))
 
 
 def stored_bytes(rows: Sequence[int], row_bytes: int, shard: int, chunk: int) -> int:

@@ -10,6 +10,8 @@ import enum
 import inspect
 import io
 import os
+import re
+import reprlib
 import signal
 import sys
 import threading
@@ -29,6 +31,8 @@ from dspark_jax.io.errors import InputError
 Options = TypeVar("Options")
 
 _CONFIG_NOTE = "Any option may stand in a YAML file (--config FILE, keys as here); the command line comes first."
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,33 +46,59 @@ class Command:
 def main(program: str, commands: Mapping[str, Command], arguments: Sequence[str] | None = None) -> int:
     """Runs the subcommand that the arguments (default: those of the process) name, and returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] not in commands:
-        return _usage(program, commands, arguments)
-    command = commands[arguments[0]]
+    _open_closed_streams()
     # In one line, as everything that a command says is.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         with _interruptible():
-            options = parse(command.options, arguments[1:], f"{program} {arguments[0]}")
-            command.run(options)
-    except SystemExit as exit_:  # tyro's, after --help, or a command's own
-        return exit_.code if isinstance(exit_.code, int) else 1
+            code = _run(program, commands, arguments)
+            # Here what cannot be written is told; at exit it would be a traceback.
+            sys.stdout.flush()
+            return code
     except BrokenPipeError:
-        # Whoever read our output has gone; nothing may be flushed to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has gone.
+        _drop_unwritten()
         return 1
     except InputError as error:
         return _fail(program, str(error), 2)
     except OSError as error:
+        _drop_unwritten()
         named = "" if error.filename is None else f"{error.filename}: "
         return _fail(program, f"{named}{error.strerror or error}", 2)
+    except MemoryError as error:
+        return _fail(program, f"out of memory ({error}); use a smaller batch", 1)
     except KeyboardInterrupt as error:
         return _fail(program, f"interrupted{f'; {error}' if str(error) else ''}", 130)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _fail(program, f"the device is out of memory ({str(error).splitlines()[0]}); use a smaller batch", 1)
+
+
+def _run(program: str, commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] not in commands:
+        return _usage(program, commands, arguments)
+    command = commands[arguments[0]]
+    try:
+        command.run(parse(command.options, arguments[1:], f"{program} {arguments[0]}"))
+    except SystemExit as exit_:  # tyro's, after --help, or a command's own
+        return exit_.code if isinstance(exit_.code, int) else 1
     return 0
+
+
+def _open_closed_streams() -> None:
+    """A standard stream that the caller has closed is None: nothing is read then, and what is written goes nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  open to the end of the process
+
+
+def _drop_unwritten() -> None:
+    """Drops what standard output does not take: it would be flushed, and fail, once more at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -192,9 +222,20 @@ def _spell_out(options: type, arguments: list[str]) -> list[str]:
     return [spelled.get(a.replace("_", "-") if a.startswith("--") else a, a) for a in arguments]
 
 
+class _YamlLoader(yaml.SafeLoader):
+    """Safe, and a key that stands twice is an error: one of its values would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key} is there twice; keep one")
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _YamlLoader)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a number or date out of range
@@ -239,7 +280,8 @@ def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
     """A YAML value as the type of its option."""
 
     def wrong(expected: str) -> InputError:
-        return InputError(f"{file}: {key} must be {expected}, not {value!r}")
+        # Shortened: aliases make a value of a few lines that is longer than any memory.
+        return InputError(f"{file}: {key} must be {expected}, not {_SHORT.repr(value)}")
 
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
@@ -284,6 +326,7 @@ def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
         if number is None or (kind is int and not isinstance(value, int)):
             raise wrong("an integer" if kind is int else "a number")
         return number
-    if not isinstance(value, str) or "\0" in value:
+    # Neither can be written to a file or be part of a path.
+    if not isinstance(value, str) or re.search("[\0\ud800-\udfff]", value):
         raise wrong("a string")
     return kind(value)

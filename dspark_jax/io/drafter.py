@@ -155,7 +155,7 @@ def _fingerprint(source: TensorSource, config: DraftModelConfig, int8: bool) -> 
     digest = hashlib.sha256(repr(config).encode())
     for name, shape in sorted(source.shapes().items()):
         if name not in ("embed_tokens.weight", "lm_head.weight"):
-            few = (slice(0, min(4, shape[0])), *(slice(None) for _ in shape[1:]))
+            few = (*(slice(0, min(4, rows)) for rows in shape[:1]), *(slice(None) for _ in shape[1:]))
             digest.update(np.asarray(source.read(name, few), np.float32).tobytes())
     if int8:
         digest.update(INT8.encode())
@@ -169,9 +169,11 @@ def _draft_token_ids(source: TensorSource, config: DraftModelConfig) -> np.ndarr
     if shape != (config.draft_vocab_size,):
         found = "missing" if shape is None else f"of shape {list(shape)}"
         raise InputError(f"{source.path}: tensor {_D2T} is {found}; draft_vocab_size is {config.draft_vocab_size}")
-    offsets = source.read(_D2T, (slice(None),)).astype(np.int64)
-    ids = np.arange(config.draft_vocab_size) + offsets
-    if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) <= 0).any():
+    offsets = source.read(_D2T, (slice(None),))
+    if not np.issubdtype(offsets.dtype, np.integer):
+        raise InputError(f"{source.path}: tensor {_D2T} is stored as {offsets.dtype}; it must be of integers")
+    ids = np.arange(config.draft_vocab_size) + offsets.astype(np.int64)
+    if ((ids < 0) | (ids >= config.vocab_size)).any() or (np.diff(ids) <= 0).any():
         raise InputError(f"{source.path}: tensor {_D2T} must give ascending target ids under {config.vocab_size}")
     if _T2D in shapes:
         marked = np.zeros(config.vocab_size, bool)
@@ -193,6 +195,17 @@ def _check_embedding(source: TensorSource, name: str, target: Target) -> None:
         raise InputError(
             f"{source.path}: {name} differs from that of the target {target.name}: a drafter of another target"
         )
+
+
+def check_deepspec(folder: str | os.PathLike, config: DraftModelConfig, dtype: Any) -> None:
+    """Raises an InputError for a drafter that DeepSpec's layout cannot hold."""
+    if isinstance(config, DrafterConfig) and config.reduced_vocabulary:
+        raise InputError(
+            f"{folder}: a reduced draft vocabulary (draft_vocab_size {config.draft_vocab_size} of "
+            f"{config.vocab_size}) cannot be exported as DeepSpec; train with the whole vocabulary"
+        )
+    if dtype == INT8:
+        raise InputError(f"{folder}: int8 weights cannot be exported as DeepSpec, which engines load; take bfloat16")
 
 
 def save_drafter(
@@ -219,13 +232,8 @@ def save_drafter(
       ValueError: the drafter does not fit the target, or the format cannot hold its config.
     """
     check_against_target(config, target_config)
-    if deepspec and isinstance(config, DrafterConfig) and config.reduced_vocabulary:
-        raise InputError(
-            f"{folder}: a reduced draft vocabulary (draft_vocab_size {config.draft_vocab_size} of "
-            f"{config.vocab_size}) cannot be exported as DeepSpec; train with the whole vocabulary"
-        )
-    if deepspec and dtype == INT8:
-        raise InputError(f"{folder}: int8 weights cannot be exported as DeepSpec, which engines load; take bfloat16")
+    if deepspec:
+        check_deepspec(folder, config, dtype)
     if params.embed_tokens is None or params.lm_head is None:
         raise ValueError("params must hold embed_tokens and lm_head")
     eos = sorted(eos_token_ids)

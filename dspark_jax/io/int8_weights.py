@@ -18,6 +18,8 @@ _KEY = "weight_storage"
 # The fields of a config.json of such weights.
 FIELDS = {_KEY: INT8}
 _SCALE = "_scale"
+# That of weights which float32 holds.
+_LARGEST_SCALE = np.finfo(np.float32).max / 128
 _REMEDY = "the checkpoint is damaged, get or make it again"
 
 
@@ -45,8 +47,8 @@ class Int8Source(SafetensorsSource):
     their scales.
 
     Raises:
-      InputError: as SafetensorsSource; or an int8 weight's scale that is missing, misshapen or, when it is read, not
-        finite.
+      InputError: as SafetensorsSource; or an int8 weight's scale that is missing, misshapen or, when it is read,
+        negative or not finite.
     """
 
     readable: ClassVar[frozenset[str]] = SafetensorsSource.readable | {"I8"}
@@ -84,6 +86,6 @@ class Int8Source(SafetensorsSource):
     def _read_rows(self, name: str, rows: slice) -> tuple[np.ndarray, np.ndarray]:
         index, scale = (rows, slice(None)), f"{name}{_SCALE}"
         values, scales = super().read(name, index), super().read(scale, index)
-        if not np.isfinite(scales).all():
-            raise InputError(f"{self.path}: tensor {scale} has values that are not finite; {_REMEDY}")
+        if not ((scales >= 0) & (scales <= _LARGEST_SCALE)).all():
+            raise InputError(f"{self.path}: tensor {scale} has values that are negative or not finite; {_REMEDY}")
         return values, scales

@@ -41,11 +41,11 @@ class SafetensorsSource:
             raise
 
     def _open_all(self) -> None:
-        if (self.path / FILE).exists():
+        if (self.path / FILE).is_file():
             file = self._open(self.path / FILE)
             names = file.keys()
             self._slices = {name: file.get_slice(name) for name in names}
-        elif (self.path / INDEX).exists():
+        elif (self.path / INDEX).is_file():
             self._open_shards(read_json(self.path / INDEX).get("weight_map"))
         else:
             raise InputError(f"{self.path}: has neither {FILE} nor {INDEX}; convert the weights to safetensors")
@@ -61,7 +61,7 @@ class SafetensorsSource:
             raise InputError(f"{self.path / INDEX}: weight_map is missing or malformed; download the file again")
         shards: dict[str, Any] = {}
         for file in sorted(set(weight_map.values())):
-            if not (self.path / file).exists():
+            if not (self.path / file).is_file():
                 raise InputError(f"{self.path / file}: this shard of {INDEX} is missing; download it")
             shards[file] = self._open(self.path / file)
         names = {file: set(shard.keys()) for file, shard in shards.items()}

@@ -20,6 +20,9 @@ COMMON = frozenset({
 
 WINDOW = frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
 
+# More than any model has.
+_MOST_LAYERS = 10_000
+
 _ROPE_KEYS = {"rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor",
               "original_max_position_embeddings"}  # fmt: skip
 
@@ -41,6 +44,14 @@ def integer(fields: Mapping[str, Any], key: str, default: int | None = None) -> 
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} must be a positive integer, not {value!r}")
     return value
+
+
+def _layers(fields: Mapping[str, Any]) -> int:
+    """Layers, of which lists are made before any file could say that they are too many."""
+    layers = integer(fields, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers {layers} must be at most {_MOST_LAYERS}")
+    return layers
 
 
 def number(fields: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -104,7 +115,7 @@ def _merge(first: dict[str, Any], second: Mapping[str, Any], origin: str) -> dic
 
 def sliding_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Each layer's window, from `layer_types`, or from `max_window_layers` (the first ones are full) without it."""
-    layers = integer(fields, "num_hidden_layers")
+    layers = _layers(fields)
     window = None
     if boolean(fields, "use_sliding_window", False):
         window = integer(fields, "sliding_window")
@@ -137,7 +148,7 @@ def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": integer(fields, "vocab_size"),
         "hidden_size": width,
         "intermediate_size": integer(fields, "intermediate_size"),
-        "num_hidden_layers": integer(fields, "num_hidden_layers"),
+        "num_hidden_layers": _layers(fields),
         "num_attention_heads": heads,
         "num_key_value_heads": integer(fields, "num_key_value_heads", heads),
         "head_dim": head_dim,

@@ -57,6 +57,11 @@ BAD_OPTIONS = {
     "unknown choice": ({"dtype": "float23"}, ["--dtype", "float23", "generate --help"]),
     "no number": ({"seed": "x"}, ["--seed", "'x'"]),
     "top-k": ({"top_k": -1}, ["--top-k -1"]),
+    "temperature that float32 lacks": ({"temperature": 1e39}, ["--temperature 1e+39"]),
+    "threshold without confidences": (
+        {"drafter": str(GOLDENS / "dflash"), "confidence_threshold": 0.5},
+        ["--confidence-threshold 0.5", "dflash has no confidence head; leave it out"],
+    ),
     "min-p": ({"min_p": 2}, ["--min-p 2"]),
     "max-new-tokens": ({"max_new_tokens": 0}, ["--max-new-tokens 0"]),
     "batch-size": ({"batch_size": 0}, ["--batch-size 0"]),
@@ -156,6 +161,7 @@ BAD_MODELS = {
     "drafter of a deeper target": ("drafter", {"num_target_layers": 8}, "num_target_layers"),
     "drafter of another vocabulary": ("drafter", {"vocab_size": 300}, "vocab_size"),
     "mask outside the vocabulary": ("drafter", {"mask_token_id": 260}, "mask_token_id"),
+    "layers beyond any memory": ("target", {"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers"),
     "not a number": ("target", {"rms_norm_eps": float("nan")}, "NaN"),
     "EOS outside 32 bits": ("target", {"eos_token_id": 2**40}, "eos_token_id"),
     "block longer than the context": ("drafter", {"block_size": 10**9}, "block_size"),
@@ -192,6 +198,16 @@ def test_truncated_weights(infer, options, tmp_path, which):
     outcome = infer("generate", **options | {which: folder})
     assert outcome.code == 2
     assert str(weights) in outcome.error_line
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_folder_instead_of_weights(infer, options, tmp_path, file):
+    folder = tmp_path / "model"
+    shutil.copytree(options["drafter"], folder)
+    (folder / "model.safetensors").unlink()
+    (folder / file).mkdir()
+    outcome = infer("generate", **options | {"drafter": folder})
+    assert outcome.code == 2 and f"{folder}: has neither model.safetensors nor" in outcome.error_line
 
 
 def test_an_output_that_is_read(infer, options, tmp_path):

@@ -3,6 +3,10 @@
 import dataclasses
 import enum
 import errno
+import os
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -58,6 +62,8 @@ def run(tmp_path):
     return call
 
 
+# Written out it would have 10^12 numbers.
+BOMB = "limit: [&a [1], " + ", ".join(f"&{b} [{', '.join([f'*{a}'] * 10)}]" for a, b in pairwise("abcdefghijklm")) + "]"
 YAML = """
 path: somewhere
 colours: [blue, red]
@@ -105,6 +111,10 @@ def test_the_command_line_alone(run):
         ("path: 3", "path must be a string, not 3"),
         ("- path", "expected a mapping"),
         ("path: [", "malformed YAML"),
+        ("path: x\nlimit: 1\npath: y", "malformed YAML: the key path is there twice; keep one"),
+        ("optimizer: {rate: 1, 'rate': 2}", "the key rate is there twice"),
+        ('path: "\\ud800"', "path must be a string, not '\\ud800'"),
+        (BOMB, "limit must be an integer, not [[1], [[...], [...],"),
     ],
 )
 def test_bad_yaml(run, tmp_path, capsys, text, named):
@@ -125,6 +135,7 @@ def test_checks_of_the_options_themselves(run, capsys):
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a/b"), 2, "a/b: No such file or directory"),
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), 2, "a/b: No space left on device"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError("Unable to allocate 37.3 GiB"), 1, "out of memory (Unable to allocate 37.3 GiB); use a smaller"),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 1, "smaller batch"),
     ],
 )
@@ -135,6 +146,43 @@ def test_errors(capsys, error, code, named):
     assert main("program", {"do": Command(Optimizer, fail)}, ["do", "--steps", "1"]) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("program: ") and named in line
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_closed_stream(monkeypatch, name):
+    """Python has None for it, which has no isatty."""
+    monkeypatch.setattr(sys, name, None)
+    seen = []
+    commands = {"do": Command(Optimizer, lambda _: seen.append(getattr(sys, name).isatty()))}
+    assert main("program", commands, ["do", "--steps", "1"]) == 0 and seen == [False]
+    assert main("program", commands, ["do", "--help"]) == 0
+    getattr(sys, name).close()
+
+
+PROGRAM = """
+import dataclasses, sys
+from dspark_jax.io.command_line import Command, main
+@dataclasses.dataclass
+class Options:
+    "Do something."
+sys.exit(main("program", {"do": Command(Options, lambda _: print("x" * 10))}))
+"""
+
+
+def test_output_that_cannot_be_written():
+    """A pipe whose reader has gone, and a full disk: told before the exit, at which it would be a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as pipe, open("/dev/full", "wb") as full:
+        for stdout, argument, expected in (
+            (pipe, "do", (1, "")),
+            (pipe, "--help", (1, "")),
+            (full, "do", (2, "program: No space left on device\n")),
+        ):
+            command = [sys.executable, "-c", PROGRAM, argument]
+            root = Path(__file__).parents[2]
+            done = subprocess.run(command, cwd=root, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+            assert (done.returncode, done.stderr) == expected
 
 
 def test_a_bug_keeps_its_traceback():

@@ -134,7 +134,12 @@ WRONG = {
         ["labels of their own"],
     ),
     "paper at no temperature": ({"drafters": [drafter(paper_temperature=0.5)]}, ["0.5", "known: 1, 0"]),
-    "temperature": ({"temperatures": [-1]}, ["temperatures: -1"]),
+    "temperature": ({"temperatures": [-1]}, ["temperatures: temperature -1"]),
+    "temperature that float32 lacks": ({"temperatures": [1e300]}, ["small.yaml: temperatures: temperature 1e+300"]),
+    "no label": ({"drafters": [drafter(label=" ")]}, ["drafters[0].label: ' ' is no name"]),
+    "a label of two lines": ({"drafters": [drafter(label="a\nb")]}, ["drafters[0].label: 'a\\nb' is no name"]),
+    "a label of two cells": ({"drafters": [drafter(label="a|b")]}, ["drafters[0].label", "without |"]),
+    "half a character": ({"drafters": [drafter(label="\ud800")]}, ["drafters[0].label must be a string"]),
     "a temperature twice": ({"temperatures": [1, 1.0]}, ["temperatures: 1 is there twice"]),
     "limit": ({"limit": 0}, ["limit 0 must be at least 1"]),
 }
@@ -146,6 +151,14 @@ def test_a_wrong_suite_is_refused_in_one_line(infer, write_suite, name):
     outcome = infer("suite", str(write_suite(**changes)))
     assert outcome.code == 2, outcome.error
     assert all(word in outcome.error_line for word in words), outcome.error_line
+
+
+def test_prompts_named_as_the_mean(infer, tmp_path, write_suite):
+    suite = write_suite(prompts=["second.jsonl", "mean.jsonl"])
+    (tmp_path / "second.jsonl").rename(tmp_path / "mean.jsonl")
+    (tmp_path / "second.jsonl").write_text("")
+    outcome = infer("suite", str(suite))
+    assert outcome.code == 2 and "prompts: mean is there twice" in outcome.error_line
 
 
 def test_wrong_options_are_refused_in_one_line(infer, tmp_path, write_suite):

@@ -133,7 +133,15 @@ DAMAGED = {
     ),
     "not finite": (
         lambda t: edit(t, "layers.0.mlp.up_proj.weight_scale", lambda x: np.where(x == x.max(), np.nan, x)),
-        "tensor layers.0.mlp.up_proj.weight_scale has values that are not finite",
+        "tensor layers.0.mlp.up_proj.weight_scale has values that are negative or not finite",
+    ),
+    "negative": (
+        lambda t: edit(t, "fc.weight_scale", lambda x: -x),
+        "tensor fc.weight_scale has values that are negative or not finite",
+    ),
+    "finite, and not times its values": (
+        lambda t: edit(t, "fc.weight_scale", lambda x: np.where(x == x.max(), np.float32(3e38), x)),
+        "tensor fc.weight_scale has values that are negative or not finite",
     ),
     "weight cut off": (
         lambda t: t.update({"fc.weight": t["fc.weight"][:8], "fc.weight_scale": t["fc.weight_scale"][:8]}),

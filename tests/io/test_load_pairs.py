@@ -157,6 +157,16 @@ def _without(name: str):
 BAD_TENSORS = {
     "no d2t": ("eagle3", _without("d2t"), "tensor d2t is missing; draft_vocab_size is 5"),
     "other d2t": ("eagle3", lambda t: t.update(d2t=-np.arange(5)), "tensor d2t must give ascending target ids"),
+    "fractions": (
+        "eagle3",
+        lambda t: t.update(d2t=t["d2t"].astype(np.float16)),
+        "tensor d2t is stored as float16; it must be of integers",
+    ),
+    "d2t around the integers": (
+        "eagle3",
+        lambda t: t.update(d2t=np.asarray([0, 2**62, -(2**63), -(2**62), 10]) - np.arange(5)),
+        "tensor d2t must give ascending target ids under 12",
+    ),
     "other t2d": ("eagle3", lambda t: t.update(t2d=~t["t2d"]), "tensor t2d must mark, of 12 ids"),
     "short t2d": ("eagle3", lambda t: t.update(t2d=t["t2d"][:-1]), "tensor t2d must mark, of 12 ids"),
     "no head": ("eagle3", _without("lm_head.weight"), r"tensor lm_head.weight \[5, 16\] is missing"),
@@ -190,6 +200,8 @@ def test_a_whole_vocabulary_needs_no_map(tmp_path, target):
     assert not tensors["d2t"].any() and tensors["t2d"].all()
     few = Path(shutil.copytree(tmp_path / "a", tmp_path / "few")) / "model.safetensors"
     save_file({name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}, few)
+    assert load_drafter(few.parent, target=target).params.draft_token_ids is None
+    save_file(load_file(few) | {"t2d": np.ones((), bool)}, few)
     assert load_drafter(few.parent, target=target).params.draft_token_ids is None
     save_file(tensors | {"d2t": tensors["d2t"] + 1}, few)
     with pytest.raises(InputError, match="tensor d2t must give ascending target ids under 12"):

@@ -195,6 +195,9 @@ def test_shorter_documents_are_prefixes_and_longer_ones_refused(
         ("storage", "int4", ["storage 'int4'"]),
         ("tokens", "many", ["tokens is missing or malformed"]),
         ("hidden_size", 3, ["hidden_size 3"]),
+        ("target_layer_ids", [1, 0], ["target_layer_ids [1, 0] must be ascending integers"]),
+        ("target_layer_ids", ["0", "1"], ["target_layer_ids ['0', '1'] must be ascending integers"]),
+        ("shard_tokens", 2**62, ["could not be read"]),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_one_line(
@@ -234,6 +237,16 @@ def test_damaged_shards_are_one_line(cached, fit_arguments, one_line, tmp_path):
             data[len(data) // 3] ^= 1
             file.write_bytes(data)
     one_line(fit_arguments(tmp_path / "run", "--features", folder), folder, "could not be read", "make it again")
+
+
+@pytest.mark.parametrize("array", ["states", "tokens"])
+def test_a_lost_shard_is_one_line_and_written_again(array, cached, arguments, fit_arguments, one_line, tmp_path):
+    """TensorStore reads zeros where it was."""
+    folder = Path(shutil.copytree(cached, tmp_path / "cache"))
+    next(path for path in (folder / array / "c" / "1").parent.rglob("*") if path.is_file()).unlink()
+    one_line(fit_arguments(tmp_path / "run", "--features", folder), folder, "is gone; run the `cache` command")
+    assert main(arguments(folder)) == 0
+    assert contents(folder) == contents(cached)
 
 
 def test_held_out_files_are_read_from_the_cache_or_else_the_target_runs(

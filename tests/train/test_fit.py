@@ -320,7 +320,29 @@ def test_a_checkpoint_with_other_notes_is_one_line(one_line, finished, fit_argum
     one_line(fit_arguments(run), "could not be read", "notes")
 
 
-def test_an_export_replaces_no_other_model(one_line, finished, tmp_path):
+@pytest.mark.parametrize(
+    ("notes", "word"),
+    [
+        ({"settings": []}, "settings"),
+        ({"target": None}, "target"),
+        ({"best": {"loss": 1}}, "best.step"),
+        ({"drafter": {"block_size": 3}}, "drafter"),
+        ({"dtype": 5}, "dtype"),
+    ],
+)
+def test_a_checkpoint_with_edited_notes_is_one_line(notes, word, one_line, finished, tmp_path, no_weights):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    for path in (run / "checkpoints").glob("*/notes/metadata"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | notes))
+    one_line(["export", "--run", run, "--output", tmp_path / "d"], run / "checkpoints", word)
+
+
+def test_an_export_replaces_no_other_model(one_line, finished, tmp_path, no_weights):
     folder = Path(shutil.copytree(ROOT / "tests/goldens/target", tmp_path / "target"))
     (folder / "generation_config.json").unlink()
     one_line(["export", "--run", finished, "--output", folder], f"{folder}: holds another model")
+    drafter = Path(shutil.copytree(finished / "drafter", tmp_path / "drafter"))
+    fields = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(fields | {"num_anchors": 9, "dflash_config": None}))
+    one_line(["export", "--run", finished, "--output", drafter], f"{drafter}: holds another model")
+    one_line(["export", "--run", finished, "--output", drafter / "config.json"], "config.json: is a file")
