@@ -21,7 +21,7 @@ from dspark_jax.io.files import reported
 from dspark_jax.sharding import batch_axes
 from dspark_jax.training.anchors import Batch
 from dspark_jax.training.features import StoredFeatures
-from dspark_jax.training.packing import RowCapacity, deal, place, row_capacity
+from dspark_jax.training.packing import RowCapacity, deal, place, row_capacity, rows_needed, tightened
 from train.processes import spread
 
 # The held-out split: this share of the records, but some of any data set, and never so many that evaluating is slow.
@@ -230,7 +230,7 @@ def _ceil(count: int, divisor: int) -> int:
 def row_packer(
     documents: Documents,
     anchors: Int[np.ndarray, "documents"],
-    batches: Iterable[Int[np.ndarray, "n"]],
+    batches: Sequence[Int[np.ndarray, "n"]],
     length: int,
     accumulation: int = 1,
     row_multiple: int = 1,
@@ -240,12 +240,14 @@ def row_packer(
     They are computed in `accumulation` parts, or in fewer of the same size, so that few rows are empty.
     `row_multiple`: devices over which the rows of a part are sharded.
     """
-    batches = list(batches)
-    chosen, lengths = np.concatenate(batches), documents.lengths
+    lengths, chosen = documents.lengths, np.concatenate(batches)
+    sizes = [(lengths[batch], anchors[batch]) for batch in batches]
     capacity = row_capacity(lengths[chosen], anchors[chosen], length)
-    needed = max(place(lengths[batch], anchors[batch], capacity).count for batch in batches)
+    needed = rows_needed(sizes, capacity)
     part_rows = _ceil(needed, accumulation * row_multiple) * row_multiple
-    return RowPacker(documents, anchors, capacity, part_rows, _ceil(needed, part_rows), row_multiple)
+    parts = _ceil(needed, part_rows)
+    capacity = tightened(sizes, capacity, parts * part_rows)
+    return RowPacker(documents, anchors, capacity, part_rows, parts, row_multiple)
 
 
 def training_order(chosen: Int[np.ndarray, "n"], batch_size: int, seed: int) -> grain.MapDataset[np.ndarray]:

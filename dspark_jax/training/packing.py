@@ -1,6 +1,8 @@
 """Documents of a batch packed into few rows, each of so many tokens and so many anchors (numpy, on the host)."""
 
+import bisect
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -60,6 +62,28 @@ def place(
         free_tokens[row] -= lengths[document]
         free_anchors[row] -= anchors[document]
     return Placement(rows, starts, int(rows.max(initial=-1)) + 1)
+
+
+def rows_needed(batches: Sequence[tuple[np.ndarray, np.ndarray]], capacity: RowCapacity) -> int:
+    """Rows that hold any one of these batches, each of lengths and anchors of documents."""
+    return max(place(lengths, anchors, capacity).count for lengths, anchors in batches)
+
+
+def tightened(batches: Sequence[tuple[np.ndarray, np.ndarray]], capacity: RowCapacity, rows: int) -> RowCapacity:
+    """Room for as few anchors as do where `rows` rows of `capacity` hold any of these batches.
+
+    Batches of few documents do not fill their rows, and would else be computed with blocks that nobody trains.
+    """
+
+    def with_anchors(steps: int) -> RowCapacity:
+        return RowCapacity(capacity.tokens, min(capacity.tokens, steps * _ANCHOR_STEP))
+
+    def enough(steps: int) -> bool:
+        return all(place(*batch, with_anchors(steps)).count <= rows for batch in batches)
+
+    most = max(int(anchors.max()) for _, anchors in batches)
+    fewer = range(max(1, -(-most // _ANCHOR_STEP)), -(-capacity.anchors // _ANCHOR_STEP))
+    return with_anchors(fewer.start + bisect.bisect_left(fewer, True, key=enough))
 
 
 def deal(placement: Placement, count: int, parts: int) -> Placement:

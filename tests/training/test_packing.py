@@ -15,7 +15,7 @@ from dspark_jax.training.anchors import Batch, make_blocks, sample_anchors
 from dspark_jax.training.features import StoredFeatures
 from dspark_jax.training.losses import draft_blocks
 from dspark_jax.training.optimizer import OptimizerConfig
-from dspark_jax.training.packing import RowCapacity, deal, place, row_capacity
+from dspark_jax.training.packing import RowCapacity, deal, place, row_capacity, tightened
 from dspark_jax.training.step import TrainConfig, eval_step, init_params, init_train_state, train_step
 from tests.models import PAIR_KINDS, drafter_config, pair_config, random_drafter, random_target, target_config
 
@@ -45,6 +45,9 @@ def test_every_document_has_one_place_and_no_row_too_much(documents, parts):
     # From the left on, without holes.
     assert (np.diff(taken, axis=1) <= 0).all()
     assert np.bincount(placement.rows, anchors).max() <= capacity.anchors
+    tight = tightened([(lengths, anchors)], capacity, placement.count)
+    assert anchors.max() <= tight.anchors <= capacity.anchors
+    assert place(lengths, anchors, tight).count <= placement.count
     again = place(lengths, anchors, capacity)
     assert (again.rows == placement.rows).all() and (again.starts == placement.starts).all()
 
@@ -56,6 +59,16 @@ def test_every_document_has_one_place_and_no_row_too_much(documents, parts):
     assert len(pairs) == len(set(dealt.rows.tolist())) == placement.count
     in_use = np.bincount(np.unique(dealt.rows) // (count // parts), minlength=parts)
     assert in_use.max() - in_use.min() <= 1
+
+
+def test_rows_have_room_for_no_more_anchors_than_they_need():
+    """Two documents that share no row leave the room for two together unused; a third that fits needs it."""
+    two, three = np.asarray([60, 50]), np.asarray([60, 40, 40])
+    batches = [(two, np.asarray([30, 30])), (three, np.asarray([30, 30, 30]))]
+    assert tightened(batches[:1], RowCapacity(100, 64), 2) == RowCapacity(100, 32)
+    assert tightened(batches, RowCapacity(100, 64), 2) == RowCapacity(100, 64)
+    assert tightened(batches, RowCapacity(100, 64), 3) == RowCapacity(100, 32)
+    assert tightened(batches[:1], RowCapacity(60, 60), 1) == RowCapacity(60, 60)
 
 
 def test_what_does_not_fit_is_refused():
