@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from dspark_jax.io import TargetDescription, describe_target
+from dspark_jax.io import InputError, TargetDescription, describe_target
 from dspark_jax.io.drafter_config import fields_from_drafter_config
 from dspark_jax.training.step import TrainConfig, init_train_state
 from train.cached_features import CachedFeatures, complete_manifest
@@ -21,6 +21,8 @@ DRAFTER = "drafter"
 
 def main(config: FitConfig) -> None:
     """Runs the command."""
+    if not config.data:
+        raise InputError("--data: name at least one file")
     target = describe_target(config.target, allow_config_keys=config.allow_config_key)
     cache = None
     if config.features is not None:

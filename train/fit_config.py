@@ -124,8 +124,6 @@ class FitConfig:
             raise InputError(f"--seed {self.seed}: must be in 0..{2**32 - 1}")
         if self.max_length < 2:
             raise InputError(f"--max-length {self.max_length}: must be at least 2")
-        if not self.data:
-            raise InputError("--data: name at least one file")
         if self.batch_size % self.accumulation:
             raise InputError(
                 f"--batch-size {self.batch_size}: must be a multiple of --accumulation {self.accumulation}"

@@ -39,8 +39,16 @@ class Command:
     run: Callable[[Any], None]
 
 
-def main(program: str, commands: Mapping[str, Command], arguments: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that the arguments (default: those of the process) name, and returns the exit code."""
+def main(
+    program: str,
+    commands: Mapping[str, Command],
+    arguments: Sequence[str] | None = None,
+    shipped_configs: Path | None = None,
+) -> int:
+    """Runs the subcommand that the arguments (default: those of the process) name, and returns the exit code.
+
+    `shipped_configs`: folder of YAML files that `--config` may name, see `parse`.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] not in commands:
         return _usage(program, commands, arguments)
@@ -49,7 +57,7 @@ def main(program: str, commands: Mapping[str, Command], arguments: Sequence[str]
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         with _interruptible():
-            options = parse(command.options, arguments[1:], f"{program} {arguments[0]}")
+            options = parse(command.options, arguments[1:], f"{program} {arguments[0]}", shipped_configs)
             command.run(options)
     except SystemExit as exit_:  # tyro's, after --help, or a command's own
         return exit_.code if isinstance(exit_.code, int) else 1
@@ -102,10 +110,13 @@ def _usage(program: str, commands: Mapping[str, Command], arguments: Sequence[st
     return 0 if asked else 2
 
 
-def parse(options: type[Options], arguments: Sequence[str], program: str) -> Options:
+def parse(
+    options: type[Options], arguments: Sequence[str], program: str, shipped_configs: Path | None = None
+) -> Options:
     """Options from arguments, over those of a YAML file that `--config` names, over the dataclass's defaults.
 
-    A `bool | None` option is written --name or --no-name.
+    A `bool | None` option is written --name or --no-name. Where there is no such file, `family_size` is
+    `family/size.yaml` in the folder `shipped_configs`.
 
     Raises:
       InputError: a usage error; or the YAML file is missing or malformed, or holds an unknown key or a value of the
@@ -113,6 +124,7 @@ def parse(options: type[Options], arguments: Sequence[str], program: str) -> Opt
       SystemExit: after --help.
     """
     file, arguments = _take_config(list(arguments))
+    file = _shipped(file, shipped_configs)
     values = {} if file is None else _read_yaml(file)
     default, told = _with_defaults(options, values, str(file)), io.StringIO()
     try:
@@ -180,6 +192,17 @@ def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
         else:
             rest.append(argument)
     return (None if file is None else Path(file)), rest
+
+
+def _shipped(file: Path | None, folder: Path | None) -> Path | None:
+    """The shipped file of a name, or the file itself."""
+    if file is None or folder is None or file.suffix == ".yaml" or file.exists():
+        return file
+    paths = sorted(folder.rglob("*.yaml"))
+    named = {path.relative_to(folder).as_posix().removesuffix(".yaml").replace("/", "_"): path for path in paths}
+    if str(file) not in named:
+        raise InputError(f"--config {file}: no such file, nor a shipped config; those are {', '.join(named)}")
+    return named[str(file)]
 
 
 def _spell_out(options: type, arguments: list[str]) -> list[str]:
