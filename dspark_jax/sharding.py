@@ -11,22 +11,30 @@ from jaxtyping import Array
 
 from dspark_jax.parameters import Parameter, map_declaration
 
-# A mesh without an axis named here, or whose size does not divide the dimension, leaves that dimension whole.
-RULES: dict[str, str] = {
-    "batch": "data",
-    "vocab": "model",
-    "heads": "model",
-    "kv_heads": "model",
-    "mlp": "model",
+# A mesh axis that is not there, or whose size does not divide the dimension, leaves that dimension whole. "embed" is
+# the width of parameters alone: activations keep theirs whole.
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "embed": ("fsdp",),
+    "vocab": ("model",),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "mlp": ("model",),
 }
 
 
 MESH_AXES = ("data", "model")
+TRAIN_MESH_AXES = ("data", "fsdp", "model")
 
 
-def make_mesh(data: int, model: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh ("data", "model") with Auto axes, the mode the library's internals are written for."""
-    return jax.make_mesh((data, model), MESH_AXES, (AxisType.Auto,) * 2, devices=devices)
+def make_mesh(data: int, model: int, devices: Sequence[Any] | None = None, *, fsdp: int | None = None) -> Mesh:
+    """A mesh ("data", "model") with Auto axes, the mode the library's internals are written for.
+
+    `fsdp`: with it the mesh is ("data", "fsdp", "model"): rows of a batch are spread over data and fsdp, and each
+    parameter over fsdp and model, to be gathered where it is used.
+    """
+    axes, sizes = (MESH_AXES, (data, model)) if fsdp is None else (TRAIN_MESH_AXES, (data, fsdp, model))
+    return jax.make_mesh(sizes, axes, (AxisType.Auto,) * len(axes), devices=devices)
 
 
 def mesh_of(x: Array) -> str:
@@ -36,25 +44,41 @@ def mesh_of(x: Array) -> str:
 
 
 def partition_spec(shape: Sequence[int], axes: Sequence[str | None], mesh_shape: dict[str, int]) -> PartitionSpec:
-    def place(size: int, axis: str | None) -> str | None:
-        mesh_axis = RULES.get(axis) if axis else None
-        return mesh_axis if mesh_axis in mesh_shape and size % mesh_shape[mesh_axis] == 0 else None
+    """The mesh axes of each dimension, by its logical axis."""
+
+    def place(size: int, axis: str | None) -> str | tuple[str, ...] | None:
+        placed: list[str] = []
+        for mesh_axis in RULES.get(axis, ()) if axis else ():
+            parts = math.prod(mesh_shape[name] for name in placed) * mesh_shape.get(mesh_axis, 1)
+            if mesh_axis in mesh_shape and size % parts == 0:
+                placed.append(mesh_axis)
+        return tuple(placed) if len(placed) > 1 else placed[0] if placed else None
 
     return PartitionSpec(*(place(size, axis) for size, axis in zip(shape, axes, strict=True)))
 
 
-def named_sharding(parameter: Parameter, mesh: Mesh, head_dim: int = 1) -> NamedSharding:
-    """Sharding of one parameter. Projections to heads are cut between heads only, never inside one."""
+def parameter_spec(parameter: Parameter, mesh_shape: dict[str, int], head_dim: int = 1) -> PartitionSpec:
+    """The mesh axes of one parameter. Projections to heads are cut between heads only, never inside one."""
     shape = [
         size // head_dim if axis in ("heads", "kv_heads") else size
         for size, axis in zip(parameter.shape, parameter.axes, strict=True)
     ]
-    return NamedSharding(mesh, partition_spec(shape, parameter.axes, dict(mesh.shape)))
+    return partition_spec(shape, parameter.axes, mesh_shape)
+
+
+def named_sharding(parameter: Parameter, mesh: Mesh, head_dim: int = 1) -> NamedSharding:
+    """Sharding of one parameter (`parameter_spec`)."""
+    return NamedSharding(mesh, parameter_spec(parameter, dict(mesh.shape), head_dim))
 
 
 def shardings(declaration, mesh: Mesh, head_dim: int = 1):
     """The sharding tree of a declaration."""
     return map_declaration(lambda parameter: named_sharding(parameter, mesh, head_dim), declaration)
+
+
+def batch_axes(mesh) -> tuple[str, ...]:
+    """The mesh axes that rows are spread over."""
+    return tuple(axis for axis in RULES["batch"] if axis in mesh.shape)
 
 
 def constrain(x: Array, axes: Sequence[str | None]) -> Array:
@@ -63,6 +87,45 @@ def constrain(x: Array, axes: Sequence[str | None]) -> Array:
     if mesh.empty or math.prod(mesh.shape.values()) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(x.shape, axes, dict(mesh.shape)))
+
+
+def gather_width(table: Array) -> Array:
+    """A table [rows, width] with whole rows, before some are taken: XLA cannot take parts of rows for parts of a batch
+    without replicating both. Without "fsdp", which alone cuts rows, the table itself.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape.get("fsdp", 1) == 1:
+        return table
+    return jax.lax.with_sharding_constraint(table, PartitionSpec(PartitionSpec.UNCONSTRAINED, None))
+
+
+def constrain_parameters(declaration, params, head_dim: int = 1):
+    """`params`, or what has their structure such as gradients, laid out as declared; without a mesh, `params`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape.values()) == 1:
+        return params
+
+    def place(parameter: Parameter, x: Array) -> Array:
+        return jax.lax.with_sharding_constraint(x, parameter_spec(parameter, dict(mesh.shape), head_dim))
+
+    return map_declaration(place, declaration, params)
+
+
+def on_own_rows(function, shared, rows):
+    """`function(shared, rows)` on each device's own rows: the leading axis of every array of `rows` and of the results.
+    `shared` is whole to all of them, but for its parts over the mesh's other axes, which XLA goes on to partition.
+
+    For loops over positions: each device loops over its own, and skips what none of its own needs.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = batch_axes(mesh) if not mesh.empty else ()
+    count = jax.tree.leaves(rows)[0].shape[0]
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    if parts == 1 or count % parts:
+        return function(shared, rows)
+    spec = PartitionSpec(axes)
+    mapped = jax.shard_map(function, in_specs=(PartitionSpec(), spec), out_specs=spec, axis_names=set(axes))
+    return mapped(shared, rows)
 
 
 def shard_map_by_axes(function, in_axes: Sequence[Sequence[str | None]], out_axes: Sequence[Sequence[str | None]]):

@@ -26,10 +26,10 @@ def declare_markov(config: DrafterConfig) -> MarkovHead:
     gated = config.markov_head_type is MarkovHeadType.GATED
     recurrent = config.markov_head_type is MarkovHeadType.RNN
     return MarkovHead(
-        markov_w1=declare_embedding(config.vocab_size, r, (None, None), std),
-        markov_w2=declare_linear(config.draft_vocab_size, r, ("vocab", None), standard_deviation=std),
-        gate_proj=declare_linear(r, d + r, (None, None), True, std) if gated else None,
-        joint_proj=declare_linear(3 * r, 2 * r + d, (None, None), True, std) if recurrent else None,
+        markov_w1=declare_embedding(config.vocab_size, r, (None, "embed"), std),
+        markov_w2=declare_linear(config.draft_vocab_size, r, ("vocab", "embed"), standard_deviation=std),
+        gate_proj=declare_linear(r, d + r, (None, "embed"), True, std) if gated else None,
+        joint_proj=declare_linear(3 * r, 2 * r + d, (None, "embed"), True, std) if recurrent else None,
     )
 
 

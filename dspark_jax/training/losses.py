@@ -18,6 +18,7 @@ from dspark_jax.drafters.backbone import backbone, context_features, context_key
 from dspark_jax.drafters.confidence import confidence_logits
 from dspark_jax.drafters.kinds import DrafterParams
 from dspark_jax.layers.linear import embed, matmul
+from dspark_jax.sharding import on_own_rows
 from dspark_jax.training.anchors import Batch, Blocks, gather_teacher, valid_anchors
 
 
@@ -28,7 +29,8 @@ class LossConfig:
     `forward_kl`: KL(p_target ‖ q_draft) at temperature 1 (JetSpec). `soft_cross_entropy`: against the target's law
     among the draft vocabulary, where the target's best token is part of it (EAGLE-3, as SpecForge trains it).
     `decay`: draft k weighs exp(-k / decay) in every term; infinite for uniform weights. `detach_confidence_features`:
-    the confidence loss does not train the backbone. `chunk`: positions whose vocabulary-sized rows exist at one time.
+    the confidence loss does not train the backbone. `chunk`: positions whose vocabulary-sized rows exist at one time,
+    on each device.
     """
 
     cross_entropy: float = 0.1
@@ -115,7 +117,7 @@ def summarize_teacher(
         return jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def skip(hidden):
-        return jnp.full(chunk, jnp.inf, jnp.float32), jnp.full(chunk, -1, jnp.int32)
+        return jnp.full_like(hidden[:, 0], jnp.inf, jnp.float32), jnp.full_like(hidden[:, 0], -1, jnp.int32)
 
     parts = jnp.pad(hidden.reshape(-1, width), ((0, padding), (0, 0))).reshape(-1, chunk, width)
     needed = jnp.any(jnp.pad(wanted.reshape(-1), (0, padding)).reshape(-1, chunk), axis=1)
@@ -200,6 +202,16 @@ def vocabulary_terms(
     return tuple(x.reshape(-1)[:count] for x in out)
 
 
+def _vocabulary_params(params: DrafterParams) -> DrafterParams:
+    """What `vocabulary_terms` reads of them."""
+    read = ("lm_head", "markov_head", "draft_token_ids")
+    others = [field.name for field in dataclasses.fields(params) if field.name not in read]
+    params = params.replace(**dict.fromkeys(others))
+    if getattr(params, "markov_head", None) is None:
+        return params
+    return params.replace(markov_head=params.markov_head.replace(markov_w1=None))
+
+
 def draft_blocks(
     params: DrafterParams,
     config: DraftModelConfig,
@@ -241,25 +253,24 @@ def block_losses(
     rows = draft_rows(params, config, blocks.targets)
     summary = None
     if config.reduced_vocabulary:
-        summary = summarize_teacher(teacher_head, last_hidden, valid_anchors(batch), num_valid_tokens)
-        summary = jax.tree.map(lambda x: gather_teacher(x[..., None], blocks.anchors, config.num_drafts), summary)
-        summary = jax.tree.map(lambda x: x.reshape(-1), summary)
 
-    def flat(x):
-        return None if x is None else x.reshape(-1, x.shape[-1])
+        def summarize(head, inputs):
+            return summarize_teacher(head, *inputs, num_valid_tokens)
 
-    terms = vocabulary_terms(
-        params,
-        teacher_head,
-        flat(hidden),
-        flat(latents),
-        flat(teacher),
-        rows.reshape(-1),
-        num_valid_tokens,
-        loss.chunk,
-        summary,
-    )
-    cross_entropy, distance, forward_kl, soft, agreement = (x.reshape(blocks.slots.shape) for x in terms)
+        summary = on_own_rows(summarize, teacher_head, (last_hidden, valid_anchors(batch)))
+        summary = jax.tree.map(
+            lambda x: gather_teacher(x[..., None], blocks.anchors, config.num_drafts)[..., 0], summary
+        )
+
+    def terms(shared, inputs):
+        shape = inputs[-1].shape
+        hidden, latents, teacher, summary, rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), inputs)
+        found = vocabulary_terms(*shared, hidden, latents, teacher, rows, num_valid_tokens, loss.chunk, summary)
+        return tuple(x.reshape(shape) for x in found)
+
+    shared = (_vocabulary_params(params), teacher_head)
+    found = on_own_rows(terms, shared, (hidden, latents, teacher, summary, rows))
+    cross_entropy, distance, forward_kl, soft, agreement = found
     weights = slot_weights(blocks, loss.decay)
     confidence = jnp.zeros((), jnp.float32)
     accept = 1.0 - 0.5 * distance

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
 from dspark_jax.config import DraftModelConfig, TargetConfig
 from dspark_jax.drafters.kinds import DrafterParams, declare_drafter, first_anchor, target_features
 from dspark_jax.layers.linear import Linear
-from dspark_jax.parameters import initialize
+from dspark_jax.parameters import abstract, initialize, map_declaration
+from dspark_jax.sharding import constrain_parameters, parameter_spec
 from dspark_jax.targets.decoder import TargetParams, forward_documents, head_weight
 from dspark_jax.training.anchors import Batch, make_blocks, sample_anchors
 from dspark_jax.training.features import restore
@@ -97,6 +99,44 @@ def init_train_state(config: TrainConfig, key: Key[Array, ""], params: DrafterPa
     return TrainState(jnp.zeros((), jnp.int32), params, _optimizer(config).init(weights), key)
 
 
+def _declare_weights(config: TrainConfig) -> DrafterParams:
+    return declare_trainable(config.drafter).replace(draft_token_ids=None)
+
+
+def abstract_train_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of a state whose masters and moments are spread over the mesh."""
+    declaration, optimizer = _declare_weights(config), _optimizer(config)
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def place(parameter, x):
+        spec = parameter_spec(parameter, dict(mesh.shape), config.drafter.head_dim)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    def keep(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+
+    weights = abstract(declaration)
+    moments = jax.eval_shape(optimizer.init, weights)
+    ids = None
+    if config.drafter.reduced_vocabulary:
+        ids = keep(jax.ShapeDtypeStruct((config.drafter.draft_vocab_size,), jnp.int32))
+    return TrainState(
+        step=keep(jax.ShapeDtypeStruct((), jnp.int32)),
+        params=map_declaration(place, declaration, weights).replace(draft_token_ids=ids),
+        optimizer=optax.tree.map_params(
+            optimizer, lambda x, parameter: place(parameter, x), moments, declaration, transform_non_params=keep
+        ),
+        key=keep(jax.eval_shape(lambda: jax.random.key(0))),
+    )
+
+
+def _constrain_optimizer(config: TrainConfig, state: optax.OptState) -> optax.OptState:
+    def place(x, parameter):
+        return constrain_parameters(parameter, x, config.drafter.head_dim)
+
+    return optax.tree.map_params(_optimizer(config), place, state, _declare_weights(config))
+
+
 def _blocks(config: TrainConfig, key, batch: Batch):
     anchors, kept = sample_anchors(key, batch, config.drafter.num_anchors)
     kept &= jnp.take_along_axis(batch.positions, anchors, axis=1) >= first_anchor(config.drafter)
@@ -167,7 +207,9 @@ def train_step(
     """One update from a batch whose arrays are [accumulation steps, B, T].
 
     Numerators are divided by denominators summed over the whole batch, so accumulation changes nothing but rounding.
-    A non-finite gradient changes nothing but the step count; `updated` and `not_finite_in_a_row` say so.
+    A non-finite gradient changes nothing but the step count; `updated` and `not_finite_in_a_row` say so. Under a mesh
+    (`jax.set_mesh`) with the state laid out as `abstract_train_state` says, each device keeps its part of masters,
+    moments and gradients.
     """
     steps = batch.tokens.shape[0]
     keys = jax.random.split(jax.random.fold_in(state.key, state.step), steps)
@@ -176,12 +218,16 @@ def train_step(
     denominators = jax.vmap(lambda part, key: _denominators(state.params, config, part, key))(batch, keys)
     weight, cross_entropy_weight = (jnp.sum(x) for x in denominators)
 
+    def constrain(weights):
+        return constrain_parameters(_declare_weights(config), weights, config.drafter.head_dim)
+
     def objective(weights, part, key):
         sums = batch_losses(weights.replace(draft_token_ids=ids), target, config, part, key)
         return total_loss(sums, config.loss, weight, cross_entropy_weight), sums
 
     def accumulate(carry, item):
         (_, sums), gradient = jax.value_and_grad(objective, has_aux=True)(weights, *item)
+        gradient = constrain(gradient)
         return jax.tree.map(jnp.add, carry, (gradient, sums)), None
 
     zeros = (jax.tree.map(jnp.zeros_like, weights), zero_sums(config.drafter.num_drafts))
@@ -190,7 +236,8 @@ def train_step(
     # optax raises a Python float to an integer count, which a caller's strict promotion mode would refuse.
     with jax.numpy_dtype_promotion("standard"):
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, weights)
-    weights = optax.apply_updates(weights, updates)
+    weights = constrain(optax.apply_updates(weights, updates))
+    optimizer_state = _constrain_optimizer(config, optimizer_state)
     metrics = train_step_metrics(sums, config) | {
         "gradient_norm": optax.tree.norm(gradient),
         "updated": optimizer_state.last_finite,
