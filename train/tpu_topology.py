@@ -10,10 +10,11 @@ import jax
 from dspark_jax.io import InputError
 from dspark_jax.planning.chips import Topology
 
-# libtpu asks neither a cloud's metadata server nor other hosts who it is, shares the machine with other processes that
-# only compile, and keeps its log to itself.
+# libtpu asks neither a metadata server nor other hosts who it is, whatever the type named, shares the machine with
+# other processes that only compile, and keeps its log to itself.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_ID": "0",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

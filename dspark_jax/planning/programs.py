@@ -49,7 +49,7 @@ def bytes_per_chip(tree: Any) -> int:
     def size(x) -> int:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
         # A key is two words.
-        width = 8 if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+        width = 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
         return math.prod(shape) * width
 
     return sum(map(size, jax.tree.leaves(tree)))
