@@ -169,14 +169,15 @@ def _first_missing(value: Any, key: str) -> str | None:
 
 
 def _first_box(text: str) -> str:
-    """The words of tyro's first message, which stands under a title and between two rules."""
+    """The words of tyro's first message, in a box under a title and over a rule; an unknown option goes before."""
     parts: list[list[str]] = [[]]
     for line in text.splitlines():
-        if line.strip() and not set(line) - set(" -─│├┤╭╮╰╯"):
+        if not set(line) - set(" -─│├┤╭╮╰╯"):
             parts.append([])
-        else:
+        elif not line.startswith("╭"):
             parts[-1].append(line.strip(" │"))
-    return " ".join(parts[1 if len(parts) > 2 else 0])
+    messages = [" ".join(part) for part in parts if part]
+    return next((message for message in messages if message.startswith("Unrecognized")), (messages or [""])[0])
 
 
 def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
