@@ -4,6 +4,7 @@ import contextlib
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -140,8 +141,8 @@ def _too_large(message: str, held: Mapping[str, Any]) -> Program:
 
 @contextlib.contextmanager
 def _patience(what: str) -> Iterator[None]:
-    """A line with the time that goes by while something takes minutes."""
-    done = threading.Event()
+    """A line with the time that goes by while something takes minutes; without a terminal, when it is over."""
+    done, begin = threading.Event(), time.perf_counter()
     with tqdm(desc=what, bar_format="{desc}: {elapsed}", disable=None) as bar:
 
         def tick() -> None:
@@ -155,6 +156,8 @@ def _patience(what: str) -> Iterator[None]:
         finally:
             done.set()
             thread.join()
+    if bar.disable:
+        print(f"{what}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
 
 
 def _law(config: PlanConfig, plan: Plan, devices: Sequence[Any]) -> StepTableLaw:
