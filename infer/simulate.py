@@ -66,6 +66,8 @@ def run_simulation(options: SimulateOptions) -> None:
             each.kind: [(x, run(each, Policy(kind=PolicyKind.THRESHOLD, threshold=x), busiest)) for x in _SWEEP]
             for each in drafts
         }
+    for name in dict.fromkeys(each.table_name for each in drafts if each.modelled):
+        print(f"step times: {name}\n")
     print(outcome_tables(outcomes))
     report = {
         "law": recorded.law,
@@ -77,21 +79,21 @@ def run_simulation(options: SimulateOptions) -> None:
     }
     write_json(options.output, report)
     title = " for ".join(str(recorded.law[name]) for name in ("drafter", "target") if name in recorded.law)
-    tables = " and ".join(dict.fromkeys(each.path.name for each in drafts))
+    tables = " and ".join(dict.fromkeys(each.table_name for each in drafts))
     plot_figures(options.figures, outcomes, sweeps, f"{title}, replayed on {tables}")
     print(f"wrote {', '.join(map(str, (options.output, *options.figures.values())))}", file=sys.stderr)
 
 
 def _drafts(options: SimulateOptions, gamma: int, tree: TreeSpec | None) -> list[Drafts]:
     """Chains, and the trees that the run has, with their tables."""
-    drafts = [Drafts("chain", gamma + 1, options.table, read_table(options.table, None))]
+    drafts = [Drafts("chain", gamma + 1, options.table, *read_table(options.table, None))]
     if tree is None and options.tree_table is not None:
         raise InputError(f"--tree-table: {options.recording} has no trees; record them with --tree, or leave it out")
     if tree is not None:
-        path, table = options.table, drafts[0].table
+        path, table = options.table, (drafts[0].table, drafts[0].modelled)
         if options.tree_table is not None:
             path, table = options.tree_table, read_table(options.tree_table, tree)
-        drafts.append(Drafts("tree", tree.budget, path, table))
+        drafts.append(Drafts("tree", tree.budget, path, *table))
     return drafts
 
 

@@ -9,15 +9,16 @@ from jaxtyping import Float
 from dspark_jax import TreeSpec
 from dspark_jax.io import InputError, numbered_jsonl, read_json
 from dspark_jax.io.calibration import tree_fields
-from dspark_jax.io.step_table import load_step_table
+from dspark_jax.io.step_table import is_modelled, load_step_table
 from dspark_jax.scheduling.throughput import StepTable
 
 # NaN is not below it either.
 _LARGEST = 1e30
 
 
-def read_table(path: Path, tree: TreeSpec | None) -> StepTable:
-    """A table of steps with such trees, or with chains. Of any device; one without a law is believed.
+def read_table(path: Path, tree: TreeSpec | None) -> tuple[StepTable, bool]:
+    """A table of steps with such trees, or with chains, and whether it is modelled instead of measured. Of any device;
+    one without a law is believed.
 
     Raises:
       InputError: a missing or malformed file, or one that says that it is about other drafts.
@@ -25,14 +26,14 @@ def read_table(path: Path, tree: TreeSpec | None) -> StepTable:
     table = load_step_table(path)
     law = read_json(path).get("law")
     if not isinstance(law, dict) or "tree" not in law:
-        return table
+        return table, is_modelled(law)
     if tree is None and law["tree"] is not None:
         raise InputError(f"{path}: law.tree: is about trees; --table is for chains, name this one as --tree-table")
     if tree is not None and law["tree"] != tree_fields(tree):
         raise InputError(
             f"{path}: law.tree: is not about the run's trees; measure with `profile --slots` and its --tree"
         )
-    return table
+    return table, is_modelled(law)
 
 
 def read_trace(path: Path) -> Float[np.ndarray, "n"]:

@@ -22,12 +22,21 @@ REFERENCE = PolicyKind.STALE_CAPACITY.value
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drafts:
-    """Chains or trees: nodes of each, the root included, and the table that says what a step with them takes."""
+    """Chains or trees: nodes of each, the root included, and the table that says what a step with them takes.
+
+    `modelled`: nobody has measured the table.
+    """
 
     kind: Kind
     nodes: int
     path: Path
     table: StepTable
+    modelled: bool = False
+
+    @property
+    def table_name(self) -> str:
+        """The table's file, as a report names it."""
+        return f"{self.path.name} (modelled, not measured)" if self.modelled else self.path.name
 
     @property
     def largest(self) -> int:

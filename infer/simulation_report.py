@@ -52,6 +52,7 @@ def drafts_fields(drafts: Drafts, sweep: Sweep) -> dict[str, Any]:
         "nodes": drafts.nodes,
         "table": {
             "file": str(drafts.path),
+            "modelled": drafts.modelled,
             "capacities": np.asarray(drafts.table.capacities).tolist(),
             **{name: np.asarray(values, np.float64).tolist() for name, values in rates.items()},
         },

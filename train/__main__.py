@@ -11,19 +11,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Not above: Ctrl-C must find its handler below before these seconds of imports.
     from dspark_jax.io import command_line
     from dspark_jax.io.command_line import Command
-    from train import byte_model, cache, calibrate, export, fit, regenerate, stdlib_prompts
+    from train import byte_model, cache, calibrate, export, fit, plan, regenerate, stdlib_prompts
     from train.fit_config import FitConfig
+    from train.plan_config import CONFIGS, PlanConfig
 
     commands = {
         "regenerate": Command(regenerate.RegenerateConfig, regenerate.main),
         "cache": Command(cache.CacheConfig, cache.main),
         "fit": Command(FitConfig, fit.main),
+        "plan": Command(PlanConfig, plan.main),
         "calibrate": Command(calibrate.CalibrateConfig, calibrate.main),
         "export": Command(export.ExportConfig, export.main),
         "byte-model": Command(byte_model.ByteModelConfig, byte_model.main),
         "stdlib-prompts": Command(stdlib_prompts.StdlibPromptsConfig, stdlib_prompts.main),
     }
-    return command_line.main("train", commands, arguments)
+    return command_line.main("train", commands, arguments, CONFIGS)
 
 
 if __name__ == "__main__":

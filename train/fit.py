@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.config import DraftModelConfig
 from dspark_jax.drafters.kinds import first_anchor
-from dspark_jax.io import TargetDescription, describe_target
+from dspark_jax.io import InputError, TargetDescription, describe_target
 from dspark_jax.io.drafter_config import fields_from_drafter_config
 from dspark_jax.io.mesh_option import mesh_of_devices
 from dspark_jax.sharding import TRAIN_MESH_AXES, batch_axes
@@ -43,6 +43,8 @@ DRAFTER = "drafter"
 
 def main(config: FitConfig) -> None:
     """Runs the command."""
+    if not config.data:
+        raise InputError("--data: name at least one file")
     if config.distributed:
         join()
     mesh = None if config.mesh is None else mesh_of_devices("--mesh", config.mesh, TRAIN_MESH_AXES)

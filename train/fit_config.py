@@ -135,8 +135,6 @@ class FitConfig:
             raise InputError(f"--max-length {self.max_length}: must be at least 2")
         if self.distributed and self.mesh is None:
             raise InputError("--distributed: name the axes of all processes' devices with --mesh")
-        if not self.data:
-            raise InputError("--data: name at least one file")
         if self.batch_size % self.accumulation:
             raise InputError(
                 f"--batch-size {self.batch_size}: must be a multiple of --accumulation {self.accumulation}"

@@ -13,6 +13,7 @@ from dspark_jax.config import (
     Eagle3Config,
     MarkovHeadType,
     MTPConfig,
+    TargetConfig,
     default_taps,
 )
 from dspark_jax.drafters.kinds import DrafterParams
@@ -55,10 +56,10 @@ def initial_drafter(
             mask = config.mask_token_id
             if mask is None:
                 mask = default_mask_token_id(target, documents.counts(vocab_size, trained_only=False))
-            drafter_config = fresh_config(config, target, mask)
+            drafter_config = fresh_config(config, target.config, mask)
             _check_init_layers(config, drafter_config)
         else:
-            drafter_config = fresh_pair_config(config, target)
+            drafter_config = fresh_pair_config(config, target.config)
         check_against_target(drafter_config, target.config)
         ids: Int[np.ndarray, "V_d"] | None = None
         if drafter_config.reduced_vocabulary:
@@ -88,25 +89,25 @@ def _check_init_layers(config: FitConfig, drafter: DrafterConfig) -> None:
             raise InputError(f"--init-layers {layer}: the target's layers are 0..{drafter.num_target_layers - 1}")
 
 
-def fresh_config(config: FitConfig, target: Target, mask_token_id: int) -> DrafterConfig:
+def fresh_config(config: FitConfig, target: TargetConfig, mask_token_id: int) -> DrafterConfig:
     """A drafter whose layers are like the target's. ValueError for options that make none."""
 
     def choice(value, default):
         return default if value is None else value
 
-    like_target = {field.name: getattr(target.config, field.name) for field in dataclasses.fields(DecoderConfig)}
+    like_target = {field.name: getattr(target, field.name) for field in dataclasses.fields(DecoderConfig)}
     layers = choice(config.num_layers, 5)
     rank = choice(config.markov_rank, 256)
     like_target |= {"num_hidden_layers": layers, "sliding_windows": (config.sliding_window,) * layers}
     return DrafterConfig(
         **like_target,
-        model_type=target.config.model_type,
+        model_type=target.model_type,
         block_size=choice(config.block_size, 7),
         sample_from_anchor=choice(config.sample_from_anchor, True),
         causal_block=choice(config.causal_block, False),
         mask_token_id=mask_token_id,
-        target_layer_ids=choice(config.target_layer_ids, default_taps(target.config.num_hidden_layers)),
-        num_target_layers=target.config.num_hidden_layers,
+        target_layer_ids=choice(config.target_layer_ids, default_taps(target.num_hidden_layers)),
+        num_target_layers=target.num_hidden_layers,
         markov_rank=rank,
         markov_head_type=choice(config.markov_head_type, MarkovHeadType.VANILLA),
         enable_confidence_head=choice(config.confidence_head, True),
@@ -116,7 +117,7 @@ def fresh_config(config: FitConfig, target: Target, mask_token_id: int) -> Draft
     )
 
 
-def fresh_pair_config(config: FitConfig, target: Target) -> Eagle3Config | MTPConfig:
+def fresh_pair_config(config: FitConfig, target: TargetConfig) -> Eagle3Config | MTPConfig:
     """An Eagle3 drafter or a multi-token-prediction module, whose layer is like the target's. Eagle3's layer is of the
     Llama family whatever the target's. ValueError for options that make none, InputError for those of other kinds.
     """
@@ -124,11 +125,11 @@ def fresh_pair_config(config: FitConfig, target: Target) -> Eagle3Config | MTPCo
     for name in (*_BLOCKS_ONLY, *(_NOT_MTP if kind is DrafterKind.MTP else ())):
         if getattr(config, name) is not None:
             raise InputError(f"--{name.replace('_', '-')}: --kind {kind.value} has no such option; leave it out")
-    shared = {field.name: getattr(target.config, field.name) for field in dataclasses.fields(DecoderConfig)} | {
-        "model_type": target.config.model_type,
+    shared = {field.name: getattr(target, field.name) for field in dataclasses.fields(DecoderConfig)} | {
+        "model_type": target.model_type,
         "num_hidden_layers": 1,
         "sliding_windows": (),
-        "num_target_layers": target.config.num_hidden_layers,
+        "num_target_layers": target.num_hidden_layers,
         "num_anchors": config.num_anchors,
         "draft_vocab_size": config.draft_vocab_size or 0,
     }
@@ -139,7 +140,7 @@ def fresh_pair_config(config: FitConfig, target: Target) -> Eagle3Config | MTPCo
     return Eagle3Config(
         **shared,
         block_size=7 if config.block_size is None else config.block_size,
-        target_layer_ids=default_taps(target.config.num_hidden_layers) if taps is None else taps,
+        target_layer_ids=default_taps(target.num_hidden_layers) if taps is None else taps,
     )
 
 

@@ -43,15 +43,23 @@ class Command:
     run: Callable[[Any], None]
 
 
-def main(program: str, commands: Mapping[str, Command], arguments: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that the arguments (default: those of the process) name, and returns the exit code."""
+def main(
+    program: str,
+    commands: Mapping[str, Command],
+    arguments: Sequence[str] | None = None,
+    shipped_configs: Path | None = None,
+) -> int:
+    """Runs the subcommand that the arguments (default: those of the process) name, and returns the exit code.
+
+    `shipped_configs`: folder of YAML files that `--config` may name, see `parse`.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_closed_streams()
     # In one line, as everything that a command says is.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         with _interruptible():
-            code = _run(program, commands, arguments)
+            code = _run(program, commands, arguments, shipped_configs)
             # Here what cannot be written is told; at exit it would be a traceback.
             sys.stdout.flush()
             return code
@@ -75,12 +83,12 @@ def main(program: str, commands: Mapping[str, Command], arguments: Sequence[str]
         return _fail(program, f"the device is out of memory ({str(error).splitlines()[0]}); use a smaller batch", 1)
 
 
-def _run(program: str, commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
+def _run(program: str, commands: Mapping[str, Command], arguments: Sequence[str], shipped_configs: Path | None) -> int:
     if not arguments or arguments[0] not in commands:
         return _usage(program, commands, arguments)
     command = commands[arguments[0]]
     try:
-        command.run(parse(command.options, arguments[1:], f"{program} {arguments[0]}"))
+        command.run(parse(command.options, arguments[1:], f"{program} {arguments[0]}", shipped_configs))
     except SystemExit as exit_:  # tyro's, after --help, or a command's own
         return exit_.code if isinstance(exit_.code, int) else 1
     return 0
@@ -132,10 +140,13 @@ def _usage(program: str, commands: Mapping[str, Command], arguments: Sequence[st
     return 0 if asked else 2
 
 
-def parse(options: type[Options], arguments: Sequence[str], program: str) -> Options:
+def parse(
+    options: type[Options], arguments: Sequence[str], program: str, shipped_configs: Path | None = None
+) -> Options:
     """Options from arguments, over those of a YAML file that `--config` names, over the dataclass's defaults.
 
-    A `bool | None` option is written --name or --no-name.
+    A `bool | None` option is written --name or --no-name. Where there is no such file, `family_size` is
+    `family/size.yaml` in the folder `shipped_configs`.
 
     Raises:
       InputError: a usage error; or the YAML file is missing or malformed, or holds an unknown key or a value of the
@@ -143,6 +154,7 @@ def parse(options: type[Options], arguments: Sequence[str], program: str) -> Opt
       SystemExit: after --help.
     """
     file, arguments = _take_config(list(arguments))
+    file = _shipped(file, shipped_configs)
     values = {} if file is None else _read_yaml(file)
     default, told = _with_defaults(options, values, str(file)), io.StringIO()
     try:
@@ -187,14 +199,15 @@ def _first_missing(value: Any, key: str) -> str | None:
 
 
 def _first_box(text: str) -> str:
-    """The words of tyro's first message, which stands under a title and between two rules."""
+    """The words of tyro's first message, in a box under a title and over a rule; an unknown option goes before."""
     parts: list[list[str]] = [[]]
     for line in text.splitlines():
-        if line.strip() and not set(line) - set(" -─│├┤╭╮╰╯"):
+        if not set(line) - set(" -─│├┤╭╮╰╯"):
             parts.append([])
-        else:
+        elif not line.startswith("╭"):
             parts[-1].append(line.strip(" │"))
-    return " ".join(parts[1 if len(parts) > 2 else 0])
+    messages = [" ".join(part) for part in parts if part]
+    return next((message for message in messages if message.startswith("Unrecognized")), (messages or [""])[0])
 
 
 def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
@@ -210,6 +223,17 @@ def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
         else:
             rest.append(argument)
     return (None if file is None else Path(file)), rest
+
+
+def _shipped(file: Path | None, folder: Path | None) -> Path | None:
+    """The shipped file of a name, or the file itself."""
+    if file is None or folder is None or file.suffix == ".yaml" or file.exists():
+        return file
+    paths = sorted(folder.rglob("*.yaml"))
+    named = {path.relative_to(folder).as_posix().removesuffix(".yaml").replace("/", "_"): path for path in paths}
+    if str(file) not in named:
+        raise InputError(f"--config {file}: no such file, nor a shipped config; those are {', '.join(named)}")
+    return named[str(file)]
 
 
 def _spell_out(options: type, arguments: list[str]) -> list[str]:

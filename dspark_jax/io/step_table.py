@@ -28,7 +28,8 @@ _REMEDY = "measure again with `python -m infer profile --slots`"
 class StepTableLaw:
     """What steps per second depend on.
 
-    `mesh`: of the weights (`sharding.mesh_of`). `buckets`: the engine's capacities of a verification step.
+    `mesh`: of the weights (`sharding.mesh_of`). `buckets`: the engine's capacities of a verification step. `modelled`:
+    the rates were not measured but worked out for a device that nobody had; then fingerprints are the models' names.
     """
 
     device: str
@@ -39,6 +40,7 @@ class StepTableLaw:
     tree: TreeSpec | None
     slots: int
     buckets: tuple[int, ...]
+    modelled: bool = False
 
     @classmethod
     def of(
@@ -116,10 +118,17 @@ def load_step_table(path: str | os.PathLike, law: StepTableLaw | None = None) ->
     return table
 
 
+def is_modelled(law: Any) -> bool:
+    """Whether a table's stored law says that it was not measured."""
+    return isinstance(law, dict) and law.get("modelled") is True
+
+
 def _check_law(path: str | os.PathLike, found: Any, capacities: list[int], law: StepTableLaw) -> None:
     if not isinstance(found, dict):
         raise InputError(f"{path}: law is missing: nothing says which device and models it is about; {_REMEDY}")
-    there = found | {"buckets": capacities}
+    if is_modelled(found) and not law.modelled:
+        raise InputError(f"{path}: law.modelled: the table is modelled, not measured; {_REMEDY}")
+    there = {"modelled": False} | found | {"buckets": capacities}
     for name, value in law.fields().items():
         if name not in there or there[name] != value:
             field = "capacities" if name == "buckets" else f"law.{name}"

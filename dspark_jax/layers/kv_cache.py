@@ -17,7 +17,7 @@ from dspark_jax.layers.decoder import Attend
 from dspark_jax.layers.packing import Packing
 from dspark_jax.sharding import constrain
 
-_AXES = ("batch", "kv_heads", None, None)
+CACHE_AXES = ("batch", "kv_heads", None, None)
 
 
 @struct.dataclass
@@ -35,9 +35,9 @@ def init_cache(config: DecoderConfig, requests: int, capacity: int, dtype, stack
     """Zeroed caches of `capacity` slots a request: a tuple, one a layer, or one stacked `LayerCache`."""
     before = (requests, config.num_key_value_heads)
     keys, values = (*before, config.head_dim, capacity), (*before, capacity, config.head_dim)
-    layers, axes = config.num_hidden_layers, _AXES
+    layers, axes = config.num_hidden_layers, CACHE_AXES
     if stacked:
-        keys, values, axes = (layers, *keys), (layers, *values), ("layers", *_AXES)
+        keys, values, axes = (layers, *keys), (layers, *values), ("layers", *CACHE_AXES)
 
     def zeros() -> LayerCache:
         return LayerCache(*(constrain(jnp.zeros(shape, dtype), axes) for shape in (keys, values)))
@@ -74,7 +74,7 @@ def write(
 
 
 def _constrained(cache: LayerCache) -> LayerCache:
-    return jax.tree.map(lambda x: constrain(x, _AXES), cache)
+    return jax.tree.map(lambda x: constrain(x, CACHE_AXES), cache)
 
 
 def move(cache: Any, source: Int[Array, "R T"], destination: Int[Array, "R T"]) -> Any:

@@ -257,6 +257,18 @@ def test_trees_on_their_own_table(infer, tmp_path, table, tree_recording):
     assert policies["tree fixed 3"]["tokens_per_second"] == pytest.approx(10 * policies["tree fixed 3"]["tau"])
 
 
+def test_a_modelled_table_is_named_so(infer, tmp_path, table, recording):
+    options = {"recording": recording, "table": table, "output": tmp_path / "out.json", "requests": 8}
+    for modelled in (False, True):
+        law = {"tree": None, "modelled": modelled}
+        table.write_text(json.dumps(json.loads(table.read_text()) | {"law": law}))
+        outcome = infer("simulate", **options)
+        assert outcome.code == 0, outcome.error
+        assert ("table.json (modelled, not measured)" in outcome.out) == modelled
+        drafts = json.loads((tmp_path / "out.json").read_text())["drafts"]
+        assert drafts["chain"]["table"]["modelled"] == modelled
+
+
 BAD_FILES = {
     "no such table": ({}, {"table": "none.json"}, ["none.json: No such file"]),
     "no rates": ({"bad.json": '{"capacities": [1]}'}, {"table": "bad.json"}, ["bad.json: steps_per_second"]),

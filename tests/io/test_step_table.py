@@ -9,7 +9,7 @@ import pytest
 
 from dspark_jax import TreeSpec
 from dspark_jax.io import InputError
-from dspark_jax.io.step_table import StepTableLaw, load_step_table, save_step_table
+from dspark_jax.io.step_table import StepTableLaw, is_modelled, load_step_table, save_step_table
 from dspark_jax.scheduling.throughput import StepTable
 
 LAW = StepTableLaw(
@@ -50,6 +50,19 @@ def test_what_is_read_back(written):
     np.testing.assert_array_equal(table.capacities, TABLE.capacities)
     np.testing.assert_array_equal(table.steps_per_second, TABLE.steps_per_second)
     assert (table.capacities.dtype, table.steps_per_second.dtype) == (jnp.int32, jnp.float32)
+
+
+def test_modelled_rates_are_marked_and_refused_by_who_needs_measured_ones(written, tmp_path):
+    path, modelled = tmp_path / "modelled.json", dataclasses.replace(LAW, modelled=True)
+    save_step_table(path, TABLE, modelled)
+    assert is_modelled(json.loads(path.read_text())["law"])
+    np.testing.assert_array_equal(load_step_table(path, modelled).capacities, TABLE.capacities)
+    refused(path, "law.modelled", "modelled, not measured")
+    # Tables from before there were modelled ones do not say.
+    law = json.loads(written().read_text())["law"]
+    del law["modelled"]
+    load_step_table(written(law=law), LAW)
+    assert not is_modelled(law)
 
 
 def test_plain_rates_are_kept_and_checked(written, tmp_path):

@@ -1,0 +1,109 @@
+"""TPU chips as their maker publishes them, and the topologies that they are sold in."""
+
+import dataclasses
+import math
+import re
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """Published peaks of one chip.
+
+    `flops`: bfloat16 operations a second. `memory`: bytes of HBM. `memory_bandwidth`: bytes a second. `link_bandwidth`:
+    bytes a second that leave the chip over all its ICI links together (as many arrive at the same time). `dimensions`:
+    of the torus. `chip_config`: libtpu's name for "both cores are one device", where that is not its default.
+    """
+
+    name: str
+    flops: float
+    memory: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    dimensions: int
+    source: str
+    chip_config: str | None = None
+
+
+# Google states ICI bandwidth in both directions together; half of it leaves a chip.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v4",
+            flops=275e12,
+            memory=32 * _GIB,
+            memory_bandwidth=1228e9,
+            link_bandwidth=300e9,
+            dimensions=3,
+            source="https://cloud.google.com/tpu/docs/v4 (ICI: 2400 Gbps)",
+            chip_config="megacore",
+        ),
+        Chip(
+            name="v5e",
+            flops=197e12,
+            memory=16 * _GIB,
+            memory_bandwidth=819e9,
+            link_bandwidth=200e9,
+            dimensions=2,
+            source="https://cloud.google.com/tpu/docs/v5e (ICI: 400 GBps in both directions)",
+        ),
+        Chip(
+            name="v5p",
+            flops=459e12,
+            memory=95 * _GIB,
+            memory_bandwidth=2765e9,
+            link_bandwidth=600e9,
+            dimensions=3,
+            source="https://cloud.google.com/tpu/docs/v5p (ICI: 1200 GBps in both directions)",
+        ),
+        Chip(
+            name="v6e",
+            flops=918e12,
+            memory=32 * _GIB,
+            memory_bandwidth=1638e9,
+            link_bandwidth=400e9,
+            dimensions=2,
+            source="https://cloud.google.com/tpu/docs/v6e (ICI: 800 GBps in both directions)",
+        ),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A slice of `shape` chips, such as 4x4x4."""
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def name(self) -> str:
+        """As libtpu reads it."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+
+def parse_topology(text: str) -> Topology:
+    """The topology of a text such as "v5p:4x4x4".
+
+    Raises:
+      ValueError: another form, an unknown chip, or more dimensions than its torus has.
+    """
+    match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no topology; write a chip and a shape, such as v5p:4x4x4 or v5e:8x8")
+    chip = CHIPS.get(match[1])
+    if chip is None:
+        raise ValueError(f"{text}: unknown chip {match[1]}; known: {', '.join(CHIPS)}")
+    shape = tuple(map(int, match[2].split("x")))
+    if 0 in shape:
+        raise ValueError(f"{text}: a dimension of 0")
+    if not 2 <= len(shape) <= chip.dimensions:
+        wanted = " or ".join(str(n) for n in range(2, chip.dimensions + 1))
+        raise ValueError(f"{text}: {chip.name} has topologies of {wanted} dimensions, not {len(shape)}")
+    return Topology(chip, shape)

@@ -1,0 +1,183 @@
+"""The collectives of a compiled program, read from its text, and the time that they take.
+
+The model of the time: a ring. Of n chips, each sends (n-1)/n of the whole array for an all-gather, a reduce-scatter or
+an all-to-all, twice that for an all-reduce, and all of it once for a permutation. A group of chips lies on the fewest
+dimensions of the topology that hold so many, and uses their share of the chip's links in both directions; latency and
+missing wrap-around links cost nothing.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from dspark_jax.planning.chips import Topology
+
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+          "collective-broadcast")  # fmt: skip
+_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:calls|to_apply|condition|body|branch_computations|true_computation|false_computation)="
+                     r"(\{[^}]*\}|%?[\w.-]+)")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind and size that a program runs `count` times.
+
+    `bytes`: of the whole array, as gathered or before it is scattered. `group`: chips that take part together.
+    `counted_once`: in a loop whose number of turns is unknown, of which one is counted.
+    """
+
+    kind: str
+    bytes: int
+    group: int
+    count: int
+    counted_once: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    shape: str
+    operation: str
+    rest: str
+
+    @property
+    def called(self) -> list[str]:
+        names = " ".join(match[1] for match in _CALLED.finditer(self.rest))
+        return [name.strip("%{},") for name in names.replace(",", " ").split()]
+
+    def attribute(self, name: str) -> str | None:
+        match = re.search(rf"\b{name}=%?([\w.-]+)", self.rest)
+        return None if match is None else match[1]
+
+
+def parse_collectives(program: str, devices: int) -> list[Collective]:
+    """All collectives in the text of a compiled program (`Compiled.as_text()`) for so many devices; the largest total
+    first.
+
+    One in a loop is counted as often as the loop turns, which a condition `index < constant` tells: JAX's scans count
+    from 0 in steps of 1. Pieces of an asynchronous collective share a channel and are one.
+    """
+    entry, computations = _computations(program)
+    found: dict[tuple[str, int, int, bool], int] = {}
+    channels: set[tuple[str, str]] = set()
+
+    def visit(name: str, loop: str, turns: int, known: bool) -> None:
+        for instruction in computations.get(name, ()):
+            if instruction.operation == "while":
+                trips = _trips(instruction, computations)
+                body = instruction.attribute("body") or ""
+                visit(body, body, turns * (trips or 1), known and trips is not None)
+                continue
+            kind = instruction.operation.removesuffix("-start")
+            if kind in _KINDS:
+                channel = instruction.attribute("channel_id")
+                if channel is not None and (loop, channel) in channels:
+                    continue
+                channels.add((loop, channel or ""))
+                # TPU writes a reduce-scatter as a fusion of this name, around an all-reduce and a slice.
+                if kind == "all-reduce" and "reduce-scatter" in name:
+                    kind = "reduce-scatter"
+                group = _group(instruction.rest, devices)
+                key = (kind, _whole(kind, instruction, group), group, not known)
+                found[key] = found.get(key, 0) + turns
+                continue
+            for called in instruction.called:
+                visit(called, loop, turns, known)
+
+    visit(entry, entry, 1, True)
+    collectives = [
+        Collective(kind, size, group, count, once)
+        for (kind, size, group, once), count in found.items()
+        if group > 1
+    ]  # fmt: skip
+    return sorted(collectives, key=lambda each: -each.bytes * each.count)
+
+
+def _computations(program: str) -> tuple[str, dict[str, list[_Instruction]]]:
+    """The entry's name, and the instructions of every computation."""
+    entry, computations, current = "", {}, None
+    for line in program.splitlines():
+        if (header := _COMPUTATION.match(line)) is not None:
+            current = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif current is not None and (match := _INSTRUCTION.match(line)) is not None:
+            current.append(_Instruction(match[2], match[3], match[4]))
+    return entry, computations
+
+
+def _trips(loop: _Instruction, computations: dict[str, list[_Instruction]]) -> int | None:
+    """Turns of a while loop, if they are known."""
+    if (match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)) is not None:
+        return int(match[1])
+    condition = list(_with_called(loop.attribute("condition") or "", computations))
+    compared = [each for each in condition if each.operation == "compare"]
+    constants = [each for each in condition if each.operation == "constant" and each.shape.startswith("s32[]")]
+    if len(compared) != 1 or "direction=LT" not in compared[0].rest or len(constants) != 1:
+        return None
+    return int(constants[0].rest.split(")")[0])
+
+
+def _with_called(name: str, computations: dict[str, list[_Instruction]]) -> Iterator[_Instruction]:
+    for instruction in computations.get(name, ()):
+        yield instruction
+        for called in instruction.called:
+            yield from _with_called(called, computations)
+
+
+def _group(text: str, devices: int) -> int:
+    """Chips in each group of a collective."""
+    if (match := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text)) is not None:
+        return int(match[1])
+    if (match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)) is not None:
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
+        return math.prod(sizes.get(name, 1) for name in re.findall(r"'([^']+)'", match[2]))
+    if (match := re.search(r"replica_groups=\{\{([\d,]+)\}", text)) is not None:
+        return len(match[1].split(","))
+    if "source_target_pairs={}" in text:
+        return 1
+    return devices
+
+
+def _whole(kind: str, instruction: _Instruction, group: int) -> int:
+    """Bytes of the whole array."""
+    sizes = [_bytes(*shape) for shape in _SHAPE.findall(instruction.shape)]
+    if instruction.operation in ("all-gather-start", "collective-permute-start"):
+        # Operands, results and maybe two contexts.
+        sizes = [size for size in sizes if size > 4] or sizes
+        sizes = sizes[len(sizes) // 2 :]
+    total = sum(sizes)
+    return total * group if instruction.operation == "reduce-scatter" else total
+
+
+def _bytes(kind: str, dimensions: str) -> int:
+    digits = re.search(r"\d+", kind)
+    bits = _BITS.get(kind) or (int(digits[0]) if digits else 0)
+    return -(-math.prod(int(size) for size in dimensions.split(",") if size) * bits // 8)
+
+
+def dimensions_used(topology: Topology, group: int) -> int:
+    """The fewest dimensions of a topology that hold a group of chips."""
+    held = 1
+    for used, size in enumerate(sorted(topology.shape, reverse=True), start=1):
+        held *= size
+        if held >= group:
+            return used
+    return len(topology.shape)
+
+
+def seconds(collective: Collective, topology: Topology) -> float:
+    """Of all runs of a collective; see the module."""
+    n, chip = collective.group, topology.chip
+    sent = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
+    share = dimensions_used(topology, n) / chip.dimensions
+    moved = collective.bytes * sent.get(collective.kind, (n - 1) / n)
+    return collective.count * moved / (chip.link_bandwidth * share)
+
+
+def total_seconds(collectives: Sequence[Collective], topology: Topology) -> float:
+    return sum(seconds(collective, topology) for collective in collectives)
