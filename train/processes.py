@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -57,7 +58,7 @@ def spread(tree: Any, shardings: Any) -> Any:
         shardings = jax.tree.map(lambda _: shardings, tree)
 
     def put(x, sharding):
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return jax.device_put(x, sharding)

@@ -255,7 +255,8 @@ def block_losses(
     if config.reduced_vocabulary:
 
         def summarize(head, inputs):
-            return summarize_teacher(head, *inputs, num_valid_tokens)
+            hidden, wanted = inputs
+            return summarize_teacher(head, hidden, wanted, num_valid_tokens)
 
         summary = on_own_rows(summarize, teacher_head, (last_hidden, valid_anchors(batch)))
         summary = jax.tree.map(
@@ -263,9 +264,10 @@ def block_losses(
         )
 
     def terms(shared, inputs):
+        params, head = shared
         shape = inputs[-1].shape
         hidden, latents, teacher, summary, rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), inputs)
-        found = vocabulary_terms(*shared, hidden, latents, teacher, rows, num_valid_tokens, loss.chunk, summary)
+        found = vocabulary_terms(params, head, hidden, latents, teacher, rows, num_valid_tokens, loss.chunk, summary)
         return tuple(x.reshape(shape) for x in found)
 
     shared = (_vocabulary_params(params), teacher_head)
