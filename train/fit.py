@@ -103,7 +103,12 @@ def _train(
     held_out_packer = _packer(config, drafter, held_out_documents, batches, mesh)
     steps = config.steps or max(1, round(config.epochs * len(chosen) / config.batch_size))
     train = TrainConfig(
-        target=target.config, drafter=drafter, total_steps=steps, loss=config.loss, optimizer=config.optimizer
+        target=target.config,
+        drafter=drafter,
+        total_steps=steps,
+        loss=config.loss,
+        optimizer=config.optimizer,
+        remat=config.remat,
     )
     run = Run(
         config,

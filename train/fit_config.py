@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from dspark_jax.config import MarkovHeadType
 from dspark_jax.io import InputError, TargetDescription
+from dspark_jax.layers.decoder import Remat
 from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.optimizer import OptimizerConfig
 from train.cache_files import MANIFEST
@@ -16,7 +17,7 @@ from train.data import file_digest
 
 # Options that change no number of the run, and files, which are compared by their contents.
 _FREE = {"output", "checkpoint_every", "log_every", "max_not_finite", "target", "data", "held_out_data", "features",
-         "mesh", "distributed"}  # fmt: skip
+         "mesh", "distributed", "remat"}  # fmt: skip
 _AT_LEAST_ONE = ("num_layers", "block_size", "sliding_window", "draft_vocab_size", "num_anchors", "steps", "epochs",
                  "batch_size", "accumulation", "checkpoint_every", "eval_every", "log_every",
                  "max_not_finite")  # fmt: skip
@@ -94,6 +95,9 @@ class FitConfig:
     """Documents of one update, which are packed into rows as long as the longest document of the data."""
     accumulation: int = 1
     """Parts that a batch's rows are computed in, one after the other, to save memory; fewer where that saves none."""
+    remat: Remat = Remat.NONE
+    """What of the drafter's layers is computed again in the backward pass, to save memory: none, all but the products
+    of weights, or all (full)."""
     max_length: int = 4096
     """Tokens after which a document is cut; the target's context, if that is less."""
     enable_thinking: bool | None = None

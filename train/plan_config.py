@@ -123,7 +123,12 @@ def make_plan(config: PlanConfig) -> Plan:
         topology=topology,
         mesh=mesh,
         train=TrainConfig(
-            target=target, drafter=drafter, total_steps=steps, loss=config.loss, optimizer=config.optimizer
+            target=target,
+            drafter=drafter,
+            total_steps=steps,
+            loss=config.loss,
+            optimizer=config.optimizer,
+            remat=config.remat,
         ),
         parts=config.accumulation,
         rows=rows,

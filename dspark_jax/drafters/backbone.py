@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from dspark_jax.config import DrafterConfig
 from dspark_jax.layers.anchor_attention import anchor_attention, first_visible
 from dspark_jax.layers.attention import project_keys_values
-from dspark_jax.layers.decoder import apply_layers
+from dspark_jax.layers.decoder import Remat, apply_layers
 from dspark_jax.layers.linear import Linear, linear
 from dspark_jax.layers.norm import Norm, rms_norm
 from dspark_jax.layers.rope import rope_tables
@@ -50,6 +50,7 @@ def backbone(
     context: tuple[ContextLayer, ...],
     positions: Int[Array, "B S"] | None = None,
     document_ids: Int[Array, "B S"] | None = None,
+    remat: Remat = Remat.NONE,
 ) -> Float[Array, "B A gamma d"]:
     """h of the slot of every draft, after the final norm: all slots, or those after the anchor's in place.
 
@@ -68,5 +69,5 @@ def backbone(
         first = first_visible(anchors, block_size, document_ids, window)
         return anchor_attention(q, k, v, layer.keys, layer.values, first, anchors, within), layer
 
-    h, _, _ = apply_layers(layers, config, block, rope_tables(config, slots), attend, context)
+    h, _, _ = apply_layers(layers, config, block, rope_tables(config, slots), attend, context, remat=remat)
     return rms_norm(norm, h[:, :, block_size - config.num_drafts :], config.rms_norm_eps)

@@ -1,5 +1,6 @@
 """The pre-norm decoder layer of the Llama and Qwen3 families, and how a stack of them is run."""
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,16 @@ from dspark_jax.layers.norm import Norm, declare_norm, rms_norm
 
 # attend(q, k, v, cache, window) -> (attention output [*rows, heads, D], new cache)
 Attend = Callable[[Array, Array, Array, Any, int | None], tuple[Array, Any]]
+
+
+class Remat(enum.Enum):
+    """What of a layer the backward pass computes again, to save memory: nothing; all but the products of weights; or
+    the whole layer from its input.
+    """
+
+    NONE = "none"
+    PRODUCTS = "products"
+    FULL = "full"
 
 
 @struct.dataclass
@@ -91,6 +102,18 @@ def after_input_norm(
     return x + mlp(params.mlp, rms_norm(params.post_attention_layernorm, x, config.rms_norm_eps)), cache
 
 
+def _remat(remat: Remat) -> Callable[..., Any]:
+    match remat:
+        case Remat.NONE:
+            return decoder_layer
+        case Remat.PRODUCTS:
+            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        case Remat.FULL:
+            policy = jax.checkpoint_policies.nothing_saveable
+    # Config, attend and window are no arrays.
+    return jax.checkpoint(decoder_layer, policy=policy, static_argnums=(1, 4, 6))
+
+
 def apply_layers(
     layers: Any,
     config: DecoderConfig,
@@ -99,17 +122,19 @@ def apply_layers(
     attend: Attend,
     caches: Any,
     taps: tuple[int, ...] = (),
+    remat: Remat = Remat.NONE,
 ) -> tuple[Float[Array, "*rows d"], tuple[Array, ...], Any]:
     """Runs a stack. Returns the last layer's output, the outputs of the tapped layers, and the new caches.
 
     `layers` is a tuple of layers (a Python loop; `caches` is a tuple too) or one stacked tree (`lax.scan`;
     the caches carry a leading layer axis). A tap of -1 is the input of the first layer.
     """
+    layer = _remat(remat)
     if isinstance(layers, tuple):
         tapped, new_caches = [x] if -1 in taps else [], []
         for index, params in enumerate(layers):
             cache = None if caches is None else caches[index]
-            x, cache = decoder_layer(params, config, x, rope, attend, cache, config.sliding_windows[index])
+            x, cache = layer(params, config, x, rope, attend, cache, config.sliding_windows[index])
             new_caches.append(cache)
             if index in taps:
                 tapped.append(x)
@@ -124,7 +149,7 @@ def apply_layers(
     def body(carry, item):
         x, buffers = carry
         index, params, cache = item
-        x, cache = decoder_layer(params, config, x, rope, attend, cache, window)
+        x, cache = layer(params, config, x, rope, attend, cache, window)
         buffers = tuple(jnp.where(index == tap, x, buffer) for tap, buffer in zip(taps, buffers, strict=True))
         return (x, buffers), cache
 

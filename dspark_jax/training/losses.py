@@ -17,6 +17,7 @@ from dspark_jax.drafters import dspark, markov, pairs
 from dspark_jax.drafters.backbone import backbone, context_features, context_keys_values
 from dspark_jax.drafters.confidence import confidence_logits
 from dspark_jax.drafters.kinds import DrafterParams
+from dspark_jax.layers.decoder import Remat
 from dspark_jax.layers.linear import embed, matmul
 from dspark_jax.sharding import on_own_rows
 from dspark_jax.training.anchors import Batch, Blocks, gather_teacher, valid_anchors
@@ -218,8 +219,11 @@ def draft_blocks(
     features: Float[Array, "B T features"],
     batch: Batch,
     blocks: Blocks,
+    remat: Remat = Remat.NONE,
 ) -> Float[Array, "B A gamma d"]:
-    """h of every draft of every block: the parallel stage, or all steps of a kind without one, trained."""
+    """h of every draft of every block: the parallel stage, or all steps of a kind without one, trained. Such a kind
+    keeps each step's input alone, whatever `remat`.
+    """
     if not isinstance(config, DrafterConfig):
         row = (batch.tokens, batch.positions, batch.document_ids)
         return pairs.teacher_forced(params, config, features, *row, blocks.anchors, blocks.previous)
@@ -228,7 +232,7 @@ def draft_blocks(
     anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
     block = dspark.block_embeddings(params, config, anchor_tokens, features.dtype)
     return backbone(
-        params.layers, params.norm, config, block, blocks.anchors, layers, batch.positions, batch.document_ids
+        params.layers, params.norm, config, block, blocks.anchors, layers, batch.positions, batch.document_ids, remat
     )
 
 
@@ -242,9 +246,10 @@ def block_losses(
     batch: Batch,
     blocks: Blocks,
     num_valid_tokens: int,
+    remat: Remat = Remat.NONE,
 ) -> LossSums:
     """Sums of the terms over a batch. `features`: `target_features` of the frozen target, `last_hidden` post-norm."""
-    hidden = draft_blocks(params, config, features, batch, blocks)
+    hidden = draft_blocks(params, config, features, batch, blocks, remat)
     previous = latents = None
     if config.markov_rank:
         previous = embed(params.markov_head.markov_w1, blocks.previous, hidden.dtype)

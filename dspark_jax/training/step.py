@@ -13,6 +13,7 @@ from jaxtyping import Array, Int, Key
 
 from dspark_jax.config import DraftModelConfig, TargetConfig
 from dspark_jax.drafters.kinds import DrafterParams, declare_drafter, first_anchor, target_features
+from dspark_jax.layers.decoder import Remat
 from dspark_jax.layers.linear import Linear
 from dspark_jax.parameters import abstract, initialize, map_declaration
 from dspark_jax.sharding import constrain_parameters, parameter_spec
@@ -40,6 +41,7 @@ class TrainConfig:
     total_steps: int
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    remat: Remat = Remat.NONE
 
 
 @struct.dataclass
@@ -171,6 +173,7 @@ def batch_losses(
         batch,
         _blocks(config, key, batch),
         config.target.num_valid_tokens,
+        config.remat,
     )
 
 

@@ -1,13 +1,17 @@
 """The train step: accumulation, non-finite gradients, and a loss that falls."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.layers.decoder import Remat
 from dspark_jax.training.optimizer import OptimizerConfig
 from dspark_jax.training.step import (
     TrainConfig,
+    batch_losses,
     eval_step,
     init_params,
     init_train_state,
@@ -92,3 +96,30 @@ def test_a_reduced_vocabulary_needs_its_ids():
     config = drafter_config(target_config(), draft_vocab_size=5)
     with pytest.raises(ValueError, match="draft_token_ids"):
         init_params(config, jax.random.key(0))
+
+
+@pytest.mark.parametrize("remat", [Remat.PRODUCTS, Remat.FULL])
+def test_what_is_computed_again_changes_nothing(remat):
+    config, target, state, tokens = setup()
+    batch = split(rows_batch(tokens), 2)
+    copy = jax.tree.map(lambda x: x.copy(), state)
+    expected, before = train_step(copy, target, batch, config)
+    found, after = train_step(state, target, batch, dataclasses.replace(config, remat=remat))
+    assert float(after["gradient_norm"]) == pytest.approx(float(before["gradient_norm"]), rel=1e-5)
+    for one, other in zip(jax.tree.leaves(found.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_fewer_values_are_kept_for_the_backward_pass():
+    """Residuals of the losses' gradient: those of products and norms, of products alone, of neither."""
+    config, target, state, tokens = setup()
+    sizes = {}
+    for remat in Remat:
+        changed = dataclasses.replace(config, remat=remat)
+
+        def loss(params, changed=changed):
+            return batch_losses(params, target, changed, rows_batch(tokens), state.key).total_variation
+
+        _, pull = jax.vjp(loss, state.params)
+        sizes[remat] = sum(x.size for x in jax.tree.leaves(pull))
+    assert sizes[Remat.FULL] < sizes[Remat.PRODUCTS] < sizes[Remat.NONE]
