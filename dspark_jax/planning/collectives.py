@@ -60,41 +60,36 @@ def parse_collectives(program: str, devices: int) -> list[Collective]:
     first.
 
     One in a loop is counted as often as the loop turns, which a condition `index < constant` tells: JAX's scans count
-    from 0 in steps of 1. Pieces of an asynchronous collective share a channel and are one.
+    from 0 in steps of 1. Pieces of an asynchronous collective share a channel and are one, also where some of them
+    stand in a loop that runs meanwhile.
     """
     entry, computations = _computations(program)
-    found: dict[tuple[str, int, int, bool], int] = {}
-    channels: set[tuple[str, str]] = set()
+    found: dict[str, Collective] = {}
 
-    def visit(name: str, loop: str, turns: int, known: bool) -> None:
-        for instruction in computations.get(name, ()):
+    def visit(name: str, turns: int, known: bool) -> None:
+        for index, instruction in enumerate(computations.get(name, ())):
+            kind = instruction.operation.removesuffix("-start")
             if instruction.operation == "while":
                 trips = _trips(instruction, computations)
-                body = instruction.attribute("body") or ""
-                visit(body, body, turns * (trips or 1), known and trips is not None)
-                continue
-            kind = instruction.operation.removesuffix("-start")
-            if kind in _KINDS:
-                channel = instruction.attribute("channel_id")
-                if channel is not None and (loop, channel) in channels:
-                    continue
-                channels.add((loop, channel or ""))
+                visit(instruction.attribute("body") or "", turns * (trips or 1), known and trips is not None)
+            elif kind in _KINDS:
                 # TPU writes a reduce-scatter as a fusion of this name, around an all-reduce and a slice.
                 if kind == "all-reduce" and "reduce-scatter" in name:
                     kind = "reduce-scatter"
                 group = _group(instruction.rest, devices)
-                key = (kind, _whole(kind, instruction, group), group, not known)
-                found[key] = found.get(key, 0) + turns
-                continue
-            for called in instruction.called:
-                visit(called, loop, turns, known)
+                new = Collective(kind, _whole(kind, instruction, group), group, turns, not known)
+                channel = instruction.attribute("channel_id") or f"{name} {index}"
+                found[channel] = min(new, found.get(channel, new), key=lambda each: each.count)
+            else:
+                for called in instruction.called:
+                    visit(called, turns, known)
 
-    visit(entry, entry, 1, True)
-    collectives = [
-        Collective(kind, size, group, count, once)
-        for (kind, size, group, once), count in found.items()
-        if group > 1
-    ]  # fmt: skip
+    visit(entry, 1, True)
+    total: dict[Collective, int] = {}
+    for each in found.values():
+        alike = dataclasses.replace(each, count=1)
+        total[alike] = total.get(alike, 0) + each.count
+    collectives = [dataclasses.replace(each, count=count) for each, count in total.items() if each.group > 1]
     return sorted(collectives, key=lambda each: -each.bytes * each.count)
 
 
