@@ -2,14 +2,14 @@
 
 The model of the time: a ring. Of n chips, each sends (n-1)/n of the whole array for an all-gather, a reduce-scatter or
 an all-to-all, twice that for an all-reduce, and all of it once for a permutation. A group of chips lies on the fewest
-dimensions of the topology that hold so many, and uses their share of the chip's links in both directions; latency and
-missing wrap-around links cost nothing.
+dimensions of the topology that hold so many, and uses their share of the chip's links in both directions; a permutation
+uses one dimension's. Latency and missing wrap-around links cost nothing.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from dspark_jax.planning.chips import Topology
 
@@ -41,9 +41,14 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
+    name: str
     shape: str
     operation: str
     rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.-]+)", self.rest.split(")")[0])
 
     @property
     def called(self) -> list[str]:
@@ -59,42 +64,36 @@ def parse_collectives(program: str, devices: int) -> list[Collective]:
     """All collectives in the text of a compiled program (`Compiled.as_text()`) for so many devices; the largest total
     first.
 
-    One in a loop is counted as often as the loop turns, which a condition `index < constant` tells: JAX's scans count
-    from 0 in steps of 1. Pieces of an asynchronous collective share a channel and are one.
+    One in a loop is counted as often as the loop turns, if that can be told, see `_turns`. Pieces of an asynchronous
+    collective share a channel and are one, also where some of them stand in a loop that runs meanwhile.
     """
     entry, computations = _computations(program)
-    found: dict[tuple[str, int, int, bool], int] = {}
-    channels: set[tuple[str, str]] = set()
+    found: dict[str, Collective] = {}
 
-    def visit(name: str, loop: str, turns: int, known: bool) -> None:
-        for instruction in computations.get(name, ()):
-            if instruction.operation == "while":
-                trips = _trips(instruction, computations)
-                body = instruction.attribute("body") or ""
-                visit(body, body, turns * (trips or 1), known and trips is not None)
-                continue
+    def visit(name: str, turns: int, known: bool) -> None:
+        for index, instruction in enumerate(computations.get(name, ())):
             kind = instruction.operation.removesuffix("-start")
-            if kind in _KINDS:
-                channel = instruction.attribute("channel_id")
-                if channel is not None and (loop, channel) in channels:
-                    continue
-                channels.add((loop, channel or ""))
+            if instruction.operation == "while":
+                inner = _turns(instruction, computations)
+                visit(instruction.attribute("body") or "", turns * (inner or 1), known and inner is not None)
+            elif kind in _KINDS:
                 # TPU writes a reduce-scatter as a fusion of this name, around an all-reduce and a slice.
                 if kind == "all-reduce" and "reduce-scatter" in name:
                     kind = "reduce-scatter"
                 group = _group(instruction.rest, devices)
-                key = (kind, _whole(kind, instruction, group), group, not known)
-                found[key] = found.get(key, 0) + turns
-                continue
-            for called in instruction.called:
-                visit(called, loop, turns, known)
+                new = Collective(kind, _whole(kind, instruction, group), group, turns, not known)
+                channel = instruction.attribute("channel_id") or f"{name} {index}"
+                found[channel] = min(new, found.get(channel, new), key=lambda each: each.count)
+            else:
+                for called in instruction.called:
+                    visit(called, turns, known)
 
-    visit(entry, entry, 1, True)
-    collectives = [
-        Collective(kind, size, group, count, once)
-        for (kind, size, group, once), count in found.items()
-        if group > 1
-    ]  # fmt: skip
+    visit(entry, 1, True)
+    total: dict[Collective, int] = {}
+    for each in found.values():
+        alike = dataclasses.replace(each, count=1)
+        total[alike] = total.get(alike, 0) + each.count
+    collectives = [dataclasses.replace(each, count=count) for each, count in total.items() if each.group > 1]
     return sorted(collectives, key=lambda each: -each.bytes * each.count)
 
 
@@ -106,27 +105,39 @@ def _computations(program: str) -> tuple[str, dict[str, list[_Instruction]]]:
             current = computations.setdefault(header[2], [])
             entry = header[2] if header[1] else entry
         elif current is not None and (match := _INSTRUCTION.match(line)) is not None:
-            current.append(_Instruction(match[2], match[3], match[4]))
+            current.append(_Instruction(match[1], match[2], match[3], match[4]))
     return entry, computations
 
 
-def _trips(loop: _Instruction, computations: dict[str, list[_Instruction]]) -> int | None:
-    """Turns of a while loop, if they are known."""
+def _turns(loop: _Instruction, computations: dict[str, list[_Instruction]]) -> int | None:
+    """Turns of a while loop, if they are known: XLA says so, or a condition `index < constant` over an index to which
+    the body adds a constant. Such an index is taken to begin at 0, as in all loops of JAX's scans and XLA's own.
+    """
     if (match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)) is not None:
         return int(match[1])
-    condition = list(_with_called(loop.attribute("condition") or "", computations))
-    compared = [each for each in condition if each.operation == "compare"]
-    constants = [each for each in condition if each.operation == "constant" and each.shape.startswith("s32[]")]
-    if len(compared) != 1 or "direction=LT" not in compared[0].rest or len(constants) != 1:
+    condition, body = (
+        {each.name: each for each in computations.get(loop.attribute(part) or "", ())} for part in ("condition", "body")
+    )
+    compared = [each for each in condition.values() if each.operation == "compare" and "direction=LT" in each.rest]
+    if len(compared) != 1 or len(compared[0].operands) != 2:
         return None
-    return int(constants[0].rest.split(")")[0])
+    index, limit = (condition.get(name) for name in compared[0].operands)
+    place = None if index is None else index.attribute("index")
+    end, results = _constant(limit), list(body.values())[-1].operands if body else []
+    if place is None or end is None or int(place) >= len(results):
+        return None
+    added = body.get(results[int(place)])
+    if added is None or added.operation != "add":
+        return None
+    steps = [step for name in added.operands if (step := _constant(body.get(name))) is not None]
+    return -(-end // steps[0]) if steps and steps[0] > 0 else None
 
 
-def _with_called(name: str, computations: dict[str, list[_Instruction]]) -> Iterator[_Instruction]:
-    for instruction in computations.get(name, ()):
-        yield instruction
-        for called in instruction.called:
-            yield from _with_called(called, computations)
+def _constant(instruction: _Instruction | None) -> int | None:
+    if instruction is None or instruction.operation != "constant":
+        return None
+    match = re.match(r"-?\d+\)", instruction.rest)
+    return None if match is None else int(match[0][:-1])
 
 
 def _group(text: str, devices: int) -> int:
@@ -174,7 +185,8 @@ def seconds(collective: Collective, topology: Topology) -> float:
     """Of all runs of a collective; see the module."""
     n, chip = collective.group, topology.chip
     sent = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
-    share = dimensions_used(topology, n) / chip.dimensions
+    used = 1 if collective.kind == "collective-permute" else dimensions_used(topology, n)
+    share = used / chip.dimensions
     moved = collective.bytes * sent.get(collective.kind, (n - 1) / n)
     return collective.count * moved / (chip.link_bandwidth * share)
 

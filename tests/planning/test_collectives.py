@@ -6,7 +6,8 @@ from dspark_jax.planning.chips import CHIPS, parse_topology
 from dspark_jax.planning.collectives import Collective, dimensions_used, parse_collectives, seconds
 
 # As libtpu 0.0.42 writes a train step, shortened: an asynchronous all-gather in three pieces with one channel, in a
-# loop of 36 turns; a fused reduce-scatter; several arrays in one all-reduce; and a loop whose end is not constant.
+# loop of 36 turns, the last of them in an inner loop that runs meanwhile; a fused reduce-scatter; several arrays in one
+# all-reduce; and a loop whose end is not constant.
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={()->f32[]}
 
@@ -44,11 +45,32 @@ use_global_device_ids=true, to_apply=%add.clone
   ROOT %lt.1 = pred[]{:T(512)} compare(%get-tuple-element.1, %constant.1), direction=LT
 }
 
+%chunk_condition (state.5: (u32[], bf16[64,2560])) -> pred[] {
+  %constant.5 = u32[]{:T(128)} constant(16)
+  %state.5 = (u32[]{:T(128)}, bf16[64,2560]{1,0:T(8,128)(2,1)}) parameter(0)
+  %get-tuple-element.5 = u32[]{:T(128)} get-tuple-element(%state.5), index=0
+  ROOT %lt.5 = pred[]{:T(512)} compare(%get-tuple-element.5, %constant.5), direction=LT
+}
+
+%chunk_body (state.6: (u32[], bf16[64,2560])) -> (u32[], bf16[64,2560]) {
+  %state.6 = (u32[]{:T(128)}, bf16[64,2560]{1,0:T(8,128)(2,1)}) parameter(0)
+  %constant.6 = u32[]{:T(128)} constant(2)
+  %get-tuple-element.6 = u32[]{:T(128)} get-tuple-element(%state.6), index=0
+  %next.6 = u32[]{:T(128)} add(%get-tuple-element.6, %constant.6)
+  %permute.6 = bf16[4096]{0} collective-permute(%v), channel_id=50, source_target_pairs={{0,1},{1,0}}
+  %piece = bf16[2560,2560]{1,0} fusion(%w), kind=kCustom, calls=%async_collective_fusion.1
+  ROOT %tuple.6 = (u32[]{:T(128)}, bf16[64,2560]{1,0:T(8,128)(2,1)}) tuple(%next.6, %x)
+}
+
 %layer_body (state.2: (s32[], bf16[64,2560])) -> (s32[], bf16[64,2560]) {
   %state.2 = (s32[]{:T(128)}, bf16[64,2560]{1,0:T(8,128)(2,1)}) parameter(0)
+  %constant.2 = s32[]{:T(128)} constant(1)
+  %get-tuple-element.2 = s32[]{:T(128)} get-tuple-element(%state.2), index=0
+  %next.2 = s32[]{:T(128)} add(%get-tuple-element.2, %constant.2)
   %start = (bf16[64,2560]{1,0}, bf16[2560,2560]{1,0}, u32[]{:S(2)}) fusion(%w), kind=kCustom, calls=%fused_computation.1
-  %middle = bf16[2560,2560]{1,0} fusion(%w), kind=kCustom, calls=%async_collective_fusion.1
-  ROOT %tuple.1 = (s32[]{:T(128)}, bf16[64,2560]{1,0:T(8,128)(2,1)}) tuple(%i, %x)
+  %while.3 = (s32[]{:T(128)}, bf16[64,2560]{1,0:T(8,128)(2,1)}) \
+while(%init.3), condition=%chunk_condition, body=%chunk_body
+  ROOT %tuple.1 = (s32[]{:T(128)}, bf16[64,2560]{1,0:T(8,128)(2,1)}) tuple(%next.2, %x)
 }
 
 %search_condition (state.3: (s32[], s32[])) -> pred[] {
@@ -85,6 +107,8 @@ def test_kinds_sizes_and_loops():
     assert parse_collectives(PROGRAM, 64) == [
         Collective("all-gather", 2 * 2560 * 2560, 64, 36),
         Collective("reduce-scatter", 4 * 2560 * 2560, 8, 1),
+        # Sixteen in steps of two.
+        Collective("collective-permute", 8192, 64, 36 * 8),
         Collective("all-reduce", 4 * 257, 64, 1),
         Collective("all-to-all", 1000, 4, 1, counted_once=True),
         Collective("collective-permute", 256, 64, 1),
