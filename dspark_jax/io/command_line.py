@@ -199,14 +199,18 @@ def _first_missing(value: Any, key: str) -> str | None:
 
 
 def _first_box(text: str) -> str:
-    """The words of tyro's first message, in a box under a title and over a rule; an unknown option goes before."""
+    """The words of tyro's first message, or of that about unknown options. Messages stand between rules, under a title:
+    the first words, or in the box's edge where the output can show one.
+    """
     parts: list[list[str]] = [[]]
     for line in text.splitlines():
-        if not set(line) - set(" -─│├┤╭╮╰╯"):
+        if not set(line) - set(" -─│├┤╭╮╰╯") or line.startswith("╭"):
             parts.append([])
-        elif not line.startswith("╭"):
+        else:
             parts[-1].append(line.strip(" │"))
     messages = [" ".join(part) for part in parts if part]
+    if "╭" not in text and len(messages) > 1:
+        del messages[0]
     return next((message for message in messages if message.startswith("Unrecognized")), (messages or [""])[0])
 
 

@@ -83,6 +83,9 @@ def test_shipped_configs_are_the_papers(size):
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
+        ("--topology v5e:8x8", ["Missing", "--target"]),
+        ("--config qwen3_8b --topology v5e:8x8 --slots few", ["--slots"]),
+        ("--config qwen3_8b --topology v5e:8x8 --pods 2", ["--pods"]),
         ("--config qwen3_9b --topology v5e:8x8", ["--config qwen3_9b", "qwen3_8b"]),
         ("--config qwen3_8b --topology v9:8x8", ["--topology", "unknown chip v9"]),
         ("--config qwen3_8b --topology 8x8", ["--topology '8x8'", "v5e:8x8"]),
