@@ -125,6 +125,7 @@ def _llama(reduced):
     return target, drafter, params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduced", [False, True])
 def test_llama_drafter(tmp_path, reduced):
     target, config, params = _llama(reduced)

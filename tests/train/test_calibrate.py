@@ -56,6 +56,7 @@ def decode_config() -> DecodeConfig:
     return DecodeConfig(target=target.config, drafter=drafter.config, max_new_tokens=NEW, eos_token_ids=eos)
 
 
+@pytest.mark.slow
 def test_the_file(options, tmp_path, write_rows, capsys):
     second = write_rows(
         tmp_path / "second.jsonl", [{"input_ids": entry["prompt"][:40]} for entry in golden_entries()[:2]]
