@@ -37,7 +37,7 @@ def counted(function, *arguments) -> dict[str, float]:
 
 def batch(rows: int = 2) -> Batch:
     tokens = jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
-    return Batch(tokens, jax.ShapeDtypeStruct(tokens.shape, bool), tokens, tokens)
+    return Batch(tokens, jax.ShapeDtypeStruct(tokens.shape, bool), tokens, tokens, row_anchors=DRAFTER.num_anchors)
 
 
 def total(costs: dict[str, Cost]) -> Cost:

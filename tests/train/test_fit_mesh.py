@@ -19,6 +19,7 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_mesh_as_on_one_device(fit_arguments, tmp_path, monkeypatch):
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert main(fit_arguments(whole, *STEPS)) == 0
