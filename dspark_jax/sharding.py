@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -34,7 +35,10 @@ def make_mesh(data: int, model: int, devices: Sequence[Any] | None = None, *, fs
     parameter over fsdp and model, to be gathered where it is used.
     """
     axes, sizes = (MESH_AXES, (data, model)) if fsdp is None else (TRAIN_MESH_AXES, (data, fsdp, model))
-    return jax.make_mesh(sizes, axes, (AxisType.Auto,) * len(axes), devices=devices)
+    devices = (jax.devices() if devices is None else devices)[: math.prod(sizes)]
+    # Not `jax.make_mesh`, which cannot spread an axis of 8 over a torus of 4x4.
+    placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Mesh(placed, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def mesh_of(x: Array) -> str:

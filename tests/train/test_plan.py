@@ -11,6 +11,7 @@ from dspark_jax.io import InputError
 from dspark_jax.io.command_line import parse
 from dspark_jax.io.step_table import StepTableLaw, load_step_table
 from dspark_jax.parameters import count
+from dspark_jax.planning.chips import parse_topology
 from dspark_jax.sharding import make_mesh
 from dspark_jax.targets.decoder import declare_target
 from dspark_jax.training.step import declare_trainable
@@ -19,6 +20,7 @@ from train import plan
 from train.__main__ import main
 from train.fit_config import FitConfig
 from train.plan_config import CONFIGS, PlanConfig, make_plan, target_shape
+from train.tpu_topology import described_devices
 
 TAPS = {
     "0.6b": (1, 7, 13, 19, 25),
@@ -187,3 +189,11 @@ def test_a_small_model_on_a_real_topology(small, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "v5e:2x4: 8 chips of 16 GiB" in out
     assert "all-gather" in out
+
+
+@pytest.mark.slow
+def test_a_mesh_axis_longer_than_a_torus_is_wide():
+    pytest.importorskip("libtpu")
+    devices = described_devices(parse_topology("v6e:4x4"))
+    mesh = make_mesh(2, 8, devices)
+    assert mesh.devices.shape == (2, 8) and {device.id for device in mesh.devices.flat} == set(range(16))
