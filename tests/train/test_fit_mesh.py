@@ -1,22 +1,15 @@
 """`fit` over several devices: the run of one device, and a run that goes on with another mesh."""
 
-import json
 import os
 import signal
-from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from tests.train.test_fit import at_step
+from tests.train.test_processes import assert_alike, metrics
 from train.__main__ import main
 
 STEPS = ("--steps", 4, "--eval-every", 4)
-
-
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -28,15 +21,7 @@ def test_a_run_goes_on_with_another_mesh_as_on_one_device(fit_arguments, tmp_pat
         assert main(fit_arguments(run, *STEPS, "--mesh", "data=2,fsdp=2,model=2")) == 143
     assert len(metrics(run)) == 2
     assert main(fit_arguments(run, *STEPS, "--mesh", "fsdp=8")) == 0
-    for one, other in zip(metrics(run), metrics(whole), strict=True):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            # The best draft of a slot may change where two are nearly equal.
-            if "agreement" not in name:
-                np.testing.assert_allclose(value, other[name], rtol=2e-5, atol=1e-6, err_msg=name)
-    ours, theirs = (load_file(folder / "drafter" / "model.safetensors") for folder in (run, whole))
-    for name, value in theirs.items():
-        np.testing.assert_allclose(ours[name], value, atol=2e-5, err_msg=name)
+    assert_alike(run, whole)
 
 
 @pytest.mark.parametrize(
