@@ -13,25 +13,28 @@ from jaxtyping import Array, Float, Int, Int8
 
 from dspark_jax.layers.kernels import int8_products
 
-# Outputs stored side by side, and inputs that share a scale (as in GGUF's Q8_0).
+# Outputs stored in one block, inputs that share a scale (as in GGUF's Q8_0), and inputs of an output side by side.
 BLOCK = GROUP = 32
+QUAD = 4
 
 
 @struct.dataclass
 class QuantizedWeight:
     """Stands for a float32 weight [out, in]: values times the scale of their group, outputs in blocks of 32.
 
-    The last block is padded with zeros; the last group may be short.
+    Of a block and a group of 32 inputs, four inputs of each output lie side by side. The last block and the last group
+    are padded with zeros.
     """
 
-    values: Int8[Array, "blocks in 32"]
+    values: Int8[Array, "blocks groups 8 32 4"]
     scales: Float[Array, "blocks groups 32"]
     out: int = struct.field(pytree_node=False)
+    width: int = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
-        return self.out, self.values.shape[-2]
+        return self.out, self.width
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -76,42 +79,43 @@ def pack(
     values: Int8[np.ndarray, "*layers out in"], scales: Float[np.ndarray, "*layers out groups"]
 ) -> QuantizedWeight:
     """Rows of values and scales in the blocks that products read."""
-    *layers, out, _ = values.shape
+    *layers, out, width = values.shape
+    blocks, groups = -(-out // BLOCK), scales.shape[-1]
 
-    def blocks(array: np.ndarray) -> Array:
-        padded = np.zeros((*layers, -(-out // BLOCK) * BLOCK, array.shape[-1]), array.dtype)
-        padded[..., :out, :] = array
-        return jnp.asarray(padded.reshape(*layers, -1, BLOCK, array.shape[-1]).swapaxes(-1, -2))
+    def padded(array: np.ndarray, columns: int) -> np.ndarray:
+        whole = np.zeros((*layers, blocks * BLOCK, columns), array.dtype)
+        whole[..., :out, : array.shape[-1]] = array
+        return whole
 
-    return QuantizedWeight(blocks(values), blocks(scales), out)
+    quads = padded(values, groups * GROUP).reshape(*layers, blocks, BLOCK, groups, GROUP // QUAD, QUAD)
+    columns = padded(scales, groups).reshape(*layers, blocks, BLOCK, groups)
+    return QuantizedWeight(jnp.asarray(np.moveaxis(quads, -4, -2)), jnp.asarray(columns.swapaxes(-1, -2)), out, width)
 
 
 def unpack(
     weight: QuantizedWeight,
 ) -> tuple[Int8[np.ndarray, "*layers out in"], Float[np.ndarray, "*layers out groups"]]:
     """The rows that `pack` was given."""
-
-    def whole(blocks: Array) -> np.ndarray:
-        *layers, _, columns, _ = blocks.shape
-        return np.asarray(blocks).swapaxes(-1, -2).reshape(*layers, -1, columns)[..., : weight.out, :]
-
-    return whole(weight.values), whole(weight.scales)
+    values, scales = np.asarray(weight.values), np.asarray(weight.scales)
+    *layers, blocks, groups, _ = scales.shape
+    rows = np.moveaxis(values, -2, -4).reshape(*layers, blocks * BLOCK, groups * GROUP)
+    scales = scales.swapaxes(-1, -2).reshape(*layers, blocks * BLOCK, groups)
+    return rows[..., : weight.out, : weight.width], scales[..., : weight.out, :]
 
 
 def dequantize(weight: QuantizedWeight) -> Float[Array, "out in"]:
     """The float32 weight that it stands for."""
     out, width = weight.shape
-    scales = jnp.repeat(weight.scales, GROUP, axis=1)[:, :width]
-    whole = weight.values.astype(scales.dtype) * scales
-    return whole.swapaxes(1, 2).reshape(-1, width)[:out]
+    whole = weight.values.astype(weight.dtype) * weight.scales[:, :, None, :, None]
+    return jnp.moveaxis(whole, 3, 1).reshape(-1, whole.shape[1] * GROUP)[:out, :width]
 
 
 def rows(weight: QuantizedWeight, ids: Int[Array, "*rows"]) -> Float[Array, "*rows in"]:
     """Some outputs' weights, dequantised; NaN for an id outside."""
     block, lane = ids // BLOCK, ids % BLOCK
-    scales = jnp.repeat(weight.scales[block, :, lane], GROUP, axis=-1)[..., : weight.shape[1]]
+    values = weight.values[block, :, :, lane].astype(weight.dtype) * weight.scales[block, :, lane][..., None, None]
     inside = (ids >= 0) & (ids < weight.out)
-    return jnp.where(inside[..., None], weight.values[block, :, lane].astype(scales.dtype) * scales, jnp.nan)
+    return jnp.where(inside[..., None], values.reshape(*ids.shape, -1)[..., : weight.width], jnp.nan)
 
 
 def products(x: Float[Array, "*rows in"], weights: Sequence[QuantizedWeight]) -> list[Float[Array, "*rows out"]]:

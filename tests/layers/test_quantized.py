@@ -17,7 +17,12 @@ from dspark_jax.layers.quantized import GROUP, dequantize, quantize
 
 # (out, in): one weight, less than a block and a group, a little more, whole ones, and enough work for two threads.
 SHAPES = [(1, 1), (31, 30), (33, 65), (64, 96), (100, 1000), (520, 576)]
-PATHS = {"portable": int8_products.PORTABLE, "AVX2": int8_products.AVX2, "AVX-512": int8_products.AVX512}
+PATHS = {
+    "portable": int8_products.PORTABLE,
+    "AVX2": int8_products.AVX2,
+    "AVX-512": int8_products.AVX512,
+    "AMX": int8_products.AMX,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,7 +35,14 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def run(x, weights, path=int8_products.WIDEST):
+def group_largest(rows):
+    """The largest magnitude of each element's group."""
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % GROUP)))
+    largest = np.abs(padded).reshape(len(rows), -1, GROUP).max(axis=-1)
+    return largest.repeat(GROUP, axis=-1)[:, : rows.shape[1]]
+
+
+def run(x, weights, path=int8_products.BEST):
     pairs = [(weight.values, weight.scales) for weight in weights]
     return [np.asarray(y) for y in int8_products.int8_products(x, pairs, [w.out for w in weights], path)]
 
@@ -41,9 +53,7 @@ def test_quantization_is_off_by_half_a_step_at_most(shape):
     weight[0, : GROUP // 2] = 0
     stored = quantize(weight)
     assert stored.shape == shape and stored.dtype == jnp.float32
-    padded = np.pad(weight, ((0, 0), (0, -shape[1] % GROUP)))
-    largest = np.abs(padded).reshape(shape[0], -1, GROUP).max(axis=-1).repeat(GROUP, axis=-1)[:, : shape[1]]
-    assert (np.abs(np.asarray(dequantize(stored)) - weight) <= largest / 254 * (1 + 1e-5)).all()
+    assert (np.abs(np.asarray(dequantize(stored)) - weight) <= group_largest(weight) / 254 * (1 + 1e-5)).all()
     # What was quantised once stays as it is.
     np.testing.assert_array_equal(quantize(np.asarray(dequantize(stored))).values, stored.values)
 
@@ -79,9 +89,22 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(path):
             np.testing.assert_array_equal(run(x[begin : begin + rows], [weight], PATHS[path])[0], whole[begin:][:rows])
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_no_number_is_none_afterwards(path):
+    """In its own row; and numbers at the ends of float32's range are numbers."""
+    if PATHS[path] > int8_products.best_path():
+        pytest.skip(f"this processor lacks {path}")
+    weight, x = quantize(normal(40, 96)), np.ones((4, 96), np.float32)
+    x[1, 50], x[2], x[3] = np.nan, 1e-38, 1e34
+    (y,) = run(jnp.asarray(x), [weight], PATHS[path])
+    assert np.isnan(y[1]).all() and np.isfinite(y[[0, 2, 3]]).all()
+    np.testing.assert_allclose(y[3], y[0] * 1e34, rtol=1e-4)
+    assert np.abs(y[2]).max() < 1e-30
+
+
 def test_a_path_that_the_processor_lacks_is_refused():
     with pytest.raises(jax.errors.JaxRuntimeError, match="lacks the path"):
-        run(jnp.ones((1, 32)), [quantize(normal(1, 32))], 3)
+        run(jnp.ones((1, 32)), [quantize(normal(1, 32))], 4)
 
 
 def test_layers_take_quantised_weights():

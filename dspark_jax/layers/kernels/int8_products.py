@@ -18,13 +18,13 @@ from dspark_jax.layers.kernels import build
 
 _TARGET = "dspark_jax_int8_products"
 _SOURCE = Path(__file__).with_suffix(".cc")
-# What `path` chooses: vectors of the widest kind that the processor has, or one kind.
-WIDEST, PORTABLE, AVX2, AVX512 = -1, 0, 1, 2
+# What `path` chooses: the best that the processor has, vectors of one kind, or its matrix unit.
+BEST, PORTABLE, AVX2, AVX512, AMX = -1, 0, 1, 2, 3
 
 
 @functools.cache
 def best_path() -> int | None:
-    """The widest kind of vectors here; None, with a warning, where the kernel cannot be built.
+    """The best path here; None, with a warning, where the kernel cannot be built.
 
     The first call builds the kernel, or finds it built, and registers it with XLA.
     """
@@ -40,13 +40,14 @@ def best_path() -> int | None:
 
 def int8_products(
     x: Float[Array, "rows in"],
-    weights: Sequence[tuple[Int8[Array, "blocks in 32"], Float[Array, "blocks groups 32"]]],
+    weights: Sequence[tuple[Int8[Array, "blocks groups 8 32 4"], Float[Array, "blocks groups 32"]]],
     outs: Sequence[int],
-    path: int = WIDEST,
+    path: int = BEST,
 ) -> Sequence[Float[Array, "rows out"]]:
     """x · Wᵀ for each weight, as `QuantizedWeight` stores it, all in one pass; float32.
 
-    A row's result has the same bits whatever the number of rows. Only where `best_path` is not None.
+    A row's result has the same bits whatever the number of rows. AMX reads each 32 activations of a row as 23-bit
+    integers times a power of two, which loses no more than float32 sums do. Only where `best_path` is not None.
     """
     results = [jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32) for out in outs]
     call = jax.ffi.ffi_call(_TARGET, results)
