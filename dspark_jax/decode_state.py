@@ -18,15 +18,17 @@ from dspark_jax.verification.verifier import Verifier
 class DecodeConfig:
     """Everything static about decoding; one compiled program for each value.
 
-    `drafter` None is plain autoregressive decoding. `tree`: drafts form a tree instead of a chain. `plain_width`:
-    tokens in each pass of plain decoding, of which only the first counts; the nodes of a speculative pass make it
-    bit-comparable with that (a matrix product's rows differ in the last bit between widths). `log_probabilities`: also
-    return the target's log-probability of each token.
+    `drafter` None is plain autoregressive decoding. `tree`: drafts form a tree instead of a chain. `max_drafts`: of a
+    chain, by default all of a block (engines call it num_speculative_tokens). `plain_width`: tokens in each pass of
+    plain decoding, of which only the first counts; the nodes of a speculative pass make it bit-comparable with that (a
+    matrix product's rows differ in the last bit between widths). `log_probabilities`: also return the target's
+    log-probability of each token.
     """
 
     target: TargetConfig
     drafter: DraftModelConfig | None = None
     tree: TreeSpec | None = None
+    max_drafts: int | None = None
     max_new_tokens: int = 128
     eos_token_ids: tuple[int, ...] = ()
     verifier: Verifier = Verifier.COUPLED
@@ -36,6 +38,10 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens {self.max_new_tokens} must be at least 1")
+        if self.max_drafts is not None and self.max_drafts < 1:
+            raise ValueError(f"max_drafts {self.max_drafts} must be at least 1")
+        if self.max_drafts is not None and self.tree is not None:
+            raise ValueError("max_drafts: is for chains, the budget for trees; leave one out")
         drafter, target = self.drafter, self.target
         if drafter is None:
             if self.tree is not None:
@@ -67,7 +73,9 @@ class DecodeConfig:
     @property
     def depth(self) -> int:
         """Drafts on the longest path of a round."""
-        return self.plain_width - 1 if self.drafter is None else self.drafter.num_drafts
+        if self.drafter is None:
+            return self.plain_width - 1
+        return self.drafter.num_drafts if self.max_drafts is None else min(self.max_drafts, self.drafter.num_drafts)
 
     @property
     def width(self) -> int:

@@ -219,6 +219,8 @@ def draft(
         law = draft_law
         keys = purpose_keys(requests.keys, state.counts.rounds, _positions(state, config.depth)[:, :-1], Purpose.DRAFT)
         draft_noise = gumbel(keys, config.drafter.draft_vocab_size)
+    if hidden is not None:
+        hidden = hidden[:, : config.depth]
     with jax.named_scope("draft.sequential"):
         return propose(
             drafter,

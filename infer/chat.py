@@ -8,7 +8,7 @@ from functools import partial
 import jax.numpy as jnp
 
 from dspark_jax import Generation, TreeSpec, Verifier, request_keys
-from dspark_jax.io import InputError, PromptEncoder, padded_length, parse_prompt
+from dspark_jax.io import Drafter, InputError, PromptEncoder, Target, padded_length, parse_prompt
 from dspark_jax.io.report import shown, table
 from dspark_jax.verification.statistics import AcceptanceCounts, count_acceptance
 from infer.batching import Batch, Request, make_batch
@@ -25,6 +25,8 @@ _PROMPTS = (
     "Write a Python function that tells whether a number is prime.",
     "A baker sells 12 loaves at 3 dollars each. What does she earn?",
 )
+# Drafts of a round, beside all of a block: the longer, the more costs a pass of the target, and the less it adds.
+_LENGTHS = (1, 3)
 # More than any request has.
 _ALL_ROUNDS = 2**30
 
@@ -33,8 +35,9 @@ _ALL_ROUNDS = 2**30
 class ChatOptions(DraftingOptions):
     """Answer a few prompts by plain and by speculative decoding, and compare their texts and speeds.
 
-    Both answers are printed as they come. Then each prompt is decoded again both ways, in turns and after compilation,
-    for the times. On a terminal it goes on with the prompts that are typed, each a conversation of its own.
+    Both answers are printed as they come. Then each prompt is decoded again, plainly and with one, three and all drafts
+    of a block (or --max-drafts), in turns and after compilation, for the times. On a terminal it goes on with the
+    prompts that are typed, each a conversation of its own.
     """
 
     drafter: str = dataclasses.field()
@@ -73,16 +76,30 @@ def chat(options: ChatOptions) -> None:
     session = _Session(
         options,
         make_decoder(target, None, options),
-        make_decoder(target, drafter, options, tree=tree),
+        _speculative(options, target, drafter, tree),
         Texts(description.target.tokenizer, ()),
         padded_length(max(len(request.ids) for request in requests)),
     )
     for request, (_, text) in zip(requests, named, strict=True):
         print(f"> {text}")
         session.answer(request, len(requests))
-    print(report(session.measure(requests, tree), options.repeats))
+    print(report(session.measure(requests), options.repeats))
     if options.prompt is None and sys.stdin.isatty():
         _converse(session, encoder)
+
+
+def _speculative(options: ChatOptions, target: Target, drafter: Drafter, tree: TreeSpec | None) -> dict[str, Decoder]:
+    """What is compared with plain decoding, by its name; the last one is what answers."""
+    if tree is not None:
+        return {tree.kind.value: make_decoder(target, drafter, options, tree=tree)}
+    most = drafter.config.num_drafts if options.max_drafts is None else options.max_drafts
+    lengths = (*(length for length in _LENGTHS if length < most), most) if options.max_drafts is None else (most,)
+    return {
+        f"{length} draft{'s' * (length > 1)}": make_decoder(
+            target, drafter, dataclasses.replace(options, max_drafts=length)
+        )
+        for length in lengths
+    }
 
 
 def _request(text: str, place: str, index: int, encoder: PromptEncoder) -> Request:
@@ -110,24 +127,26 @@ def _converse(session: "_Session", encoder: PromptEncoder) -> None:
 
 
 class _Session:
-    """Two decoders of one target, compiled for prompts of at most `width` tokens; a longer one compiles again."""
+    """Decoders of one target, compiled for prompts of at most `width` tokens; a longer one compiles again."""
 
-    def __init__(self, options: ChatOptions, plain: Decoder, speculative: Decoder, texts: Texts, width: int) -> None:
+    def __init__(
+        self, options: ChatOptions, plain: Decoder, speculative: dict[str, Decoder], texts: Texts, width: int
+    ) -> None:
         self._options, self._texts, self._width = options, texts, width
         self._plain, self._speculative = plain, speculative
         self._compiled: set[tuple[int, ...]] = set()
 
     def answer(self, request: Request, prompts: int) -> Generation:
         """Prints both answers as they come; returns the speculative one. `prompts`: how many the keys are for."""
-        batch = self._batch(request, prompts)
+        batch, last = self._batch(request, prompts), list(self._speculative.values())[-1]
         if batch.shape not in self._compiled:
             self._compiled.add(batch.shape)
             print(f"compiling for prompts of at most {batch.shape[1]} tokens", file=sys.stderr)
             nothing = dataclasses.replace(batch, max_tokens=jnp.zeros_like(batch.max_tokens))
-            for decoder in (self._plain, self._speculative):
+            for decoder in (self._plain, *self._speculative.values()):
                 _whole(decoder, nothing, self._texts)
         self._show("plain", self._plain, batch)
-        return self._show("speculative", self._speculative, batch)
+        return self._show("speculative", last, batch)
 
     def _show(self, name: str, decoder: Decoder, batch: Batch) -> Generation:
         print(f"[{name}] ", end="", flush=True)
@@ -139,19 +158,21 @@ class _Session:
         assert generation is not None  # A stream ends with the whole result.
         return generation
 
-    def measure(self, requests: Sequence[Request], tree: TreeSpec | None) -> Result:
-        """Both ways of decoding prompts that were answered, timed in turns."""
-        config = self._speculative.config
-        name = "chain" if tree is None else tree.kind.value
-        method = Method(name, tree, Verifier.COUPLED, named=True)
-        counts = AcceptanceCounts.zero(config.depth)
-        result = Result("chat", method, self._options.temperature, counts, config.width)
+    def measure(self, requests: Sequence[Request]) -> list[Result]:
+        """All ways of decoding prompts that were answered, timed in turns."""
+        results = []
+        for name, decoder in self._speculative.items():
+            method = Method(name, decoder.config.tree, Verifier.COUPLED, named=True)
+            counts = AcceptanceCounts.zero(decoder.config.depth)
+            results.append(Result("chat", method, self._options.temperature, counts, decoder.config.width))
         for request in requests:
             batch = self._batch(request, len(requests))
-            runs = [partial(_whole, decoder, batch, self._texts) for decoder in (self._plain, self._speculative)]
-            (plain, speculative), seconds = in_turns(runs, self._options.repeats)
-            collect(result, self._plain, [request], batch, plain, speculative, *seconds)
-        return result
+            decoders = (self._plain, *self._speculative.values())
+            runs = [partial(_whole, decoder, batch, self._texts) for decoder in decoders]
+            (plain, *others), (plain_seconds, *seconds) = in_turns(runs, self._options.repeats)
+            for result, generation, taken in zip(results, others, seconds, strict=True):
+                collect(result, self._plain, [request], batch, plain, generation, plain_seconds, taken)
+        return results
 
     def _batch(self, request: Request, prompts: int) -> Batch:
         context = self._plain.config.target.max_position_embeddings
@@ -165,28 +186,30 @@ def _whole(decoder: Decoder, batch: Batch, texts: Texts) -> Generation:
     return generation
 
 
-def report(result: Result, repeats: int) -> str:
-    """Speeds, their ratio, τ and whether the texts are equal, in words."""
-    rows = [
-        ["", "tokens", "seconds", "tokens/s"],
-        ["plain", result.plain_tokens, f"{result.plain_seconds:.2f}", f"{result.plain_speed:.1f}"],
-        ["speculative", result.tokens, f"{result.seconds:.2f}", f"{result.speed:.1f}"],
-    ]
-    ratio = result.speed_ratio
-    verdict = "faster" if ratio > 1 else "NOT faster"
+def report(results: Sequence[Result], repeats: int) -> str:
+    """Speeds, their ratios, τ and whether the texts are equal, in words. All results are about the same plain runs."""
+    first, best = results[0], max(results, key=lambda result: result.speed_ratio)
+    rows = [["", "tokens", "seconds", "tokens/s", "τ", "/ plain"]]
+    rows.append(["plain", first.plain_tokens, f"{first.plain_seconds:.2f}", f"{first.plain_speed:.1f}", "", "1.00"])
+    for result in results:
+        speeds = [f"{result.seconds:.2f}", f"{result.speed:.1f}", shown(result.counts.tau), f"{result.speed_ratio:.2f}"]
+        rows.append([result.method.name, result.tokens, *speeds])
+    verdict = "faster" if best.speed_ratio > 1 else "NOT faster"
     lines = [
         table(rows),
-        f"median of {repeats} turns for each of {result.requests} prompts, prefill included, compilation excluded",
+        f"median of {repeats} turns for each of {first.requests} prompts, prefill included, compilation excluded",
         "",
-        f"τ {shown(result.counts.tau)} tokens a round; speculative decoding is {verdict} here: {ratio:.2f} times "
-        "plain decoding's tokens/s",
-        f"the same text both ways: {result.identical} of {result.requests} prompts",
+        f"speculative decoding is {verdict} here: with {best.method.name}, τ {shown(best.counts.tau)} tokens a round "
+        f"and {best.speed_ratio:.2f} times plain decoding's tokens/s",
     ]
-    scores = "logits" if result.temperature == 0 else "logits with their noise"
-    for difference in result.differences:
-        reason = "a tie that rounding decides" if difference.near_tie else "more than rounding explains"
-        lines.append(
-            f"prompt {difference.prompt + 1} differs from new token {difference.position + 1} on, where the two "
-            f"tokens' {scores} are {difference.score_gap:.2g} apart: {reason}"
-        )
+    for result in results:
+        of = f" with {result.method.name}" if len(results) > 1 else ""
+        lines.append(f"the same text both ways{of}: {result.identical} of {result.requests} prompts")
+        scores = "logits" if result.temperature == 0 else "logits with their noise"
+        for difference in result.differences:
+            reason = "a tie that rounding decides" if difference.near_tie else "more than rounding explains"
+            lines.append(
+                f"prompt {difference.prompt + 1} differs from new token {difference.position + 1} on, where the two "
+                f"tokens' {scores} are {difference.score_gap:.2g} apart: {reason}"
+            )
     return "\n".join(lines)

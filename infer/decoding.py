@@ -73,13 +73,17 @@ def decode_config(
     tree: TreeSpec | None = None,
     eos_token_ids: tuple[int, ...] = (),
     log_probabilities: bool = False,
+    max_drafts: int | None = None,
 ) -> DecodeConfig:
-    """Raises an InputError for a tree that does not fit the drafter or the verifier."""
+    """Raises an InputError for a tree that does not fit the drafter or the verifier. `max_drafts`: of a chain; a tree
+    and plain decoding have none.
+    """
     try:
         return DecodeConfig(
             target=target,
             drafter=drafter,
             tree=tree,
+            max_drafts=max_drafts if tree is None and drafter is not None else None,
             max_new_tokens=min(max_new_tokens, target.max_position_embeddings),
             eos_token_ids=eos_token_ids,
             verifier=verifier,
@@ -99,6 +103,13 @@ def make_decoder(
 ) -> Decoder:
     drafter_config = None if drafter is None else drafter.config
     config = decode_config(
-        target.config, drafter_config, options.max_new_tokens, verifier, tree, target.eos_token_ids, log_probabilities
+        target.config,
+        drafter_config,
+        options.max_new_tokens,
+        verifier,
+        tree,
+        target.eos_token_ids,
+        log_probabilities,
+        options.max_drafts,
     )
     return Decoder(target, drafter, config, options)

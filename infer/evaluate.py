@@ -117,7 +117,9 @@ def evaluate(options: EvaluateOptions) -> None:
     files = {path: read_prompt_file(path, description, options)[: options.limit] for path in options.prompts}
     longest = max(len(prompt.turn_ids()) for prompts in files.values() for prompt in prompts)
     rows = min(options.batch_size, max(map(len, files.values())))
-    drafts = decode_config(description.target.config, description.drafter_config, options.max_new_tokens).depth
+    drafts = decode_config(
+        description.target.config, description.drafter_config, options.max_new_tokens, max_drafts=options.max_drafts
+    ).depth
     methods = chosen_methods(options, options.methods, options.sweep_budget, options.verifier, drafts)
     configs = [
         decode_config(

@@ -153,9 +153,13 @@ class DraftingOptions(SamplingOptions):
 
     confidence_threshold: float = 0.0
     """Drafts are cut before the first whose confidence is under this; 0 cuts nothing."""
+    max_drafts: int | None = None
+    """Drafts of a chain, at most (engines call them num_speculative_tokens); by default all of a block."""
 
     def check(self) -> None:
         super().check()
+        if self.max_drafts is not None and self.max_drafts < 1:
+            raise InputError(f"--max-drafts {self.max_drafts} must be at least 1")
         if not 0 <= self.confidence_threshold <= 1:
             raise InputError(f"--confidence-threshold {self.confidence_threshold} must be in [0, 1]")
 

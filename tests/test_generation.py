@@ -100,6 +100,45 @@ def test_coupled_output_is_plain_output(head, draft_vocab_size, temperature):
         assert speculative.counts.rounds[3] == plain.counts.rounds[3], "threshold 1 verifies no draft"
 
 
+def test_a_chain_ends_after_max_drafts():
+    """Its drafts are the first ones of the whole chain, and the output is the same."""
+    target, drafter = golden_target(), golden_drafter("dspark_vanilla")
+    _, tokens, lengths = golden_prompts("dspark_vanilla")
+    whole, cut = (
+        decode(
+            target.params,
+            drafter.params,
+            tokens,
+            lengths,
+            DecodeConfig(target=target.config, drafter=drafter.config, max_new_tokens=24, max_drafts=most),
+        )
+        for most in (None, 2)
+    )
+    np.testing.assert_array_equal(cut.tokens, whole.tokens)
+    assert whole.counts.accepted_lengths.max() > cut.counts.accepted_lengths.max() == 3
+    assert cut.counts.reached.shape[1] == 2
+    first = whole.counts.accepted_lengths[:, 0]
+    np.testing.assert_array_equal(cut.counts.accepted_lengths[:, 0], np.minimum(first, 3))
+
+
+@pytest.mark.parametrize("kind", PAIR_KINDS)
+def test_drafting_one_after_the_other_ends_after_max_drafts(kind):
+    small = Small(kind)
+    plain, cut = (
+        small.run(config, sampling=sampling_params(4, 1.0)) for config in (small.plain(), small.config(max_drafts=1))
+    )
+    np.testing.assert_array_equal(cut.tokens, plain.tokens)
+    assert cut.counts.accepted_lengths.max() == 2 and cut.counts.reached.shape == (4, 1)
+
+
+def test_max_drafts_that_make_no_sense_are_refused():
+    small = Small()
+    with pytest.raises(ValueError, match="max_drafts 0 must be at least 1"):
+        small.config(max_drafts=0)
+    with pytest.raises(ValueError, match="max_drafts: is for chains"):
+        small.config(max_drafts=2, tree=dspark_jax.TreeSpec(k=2, budget=5))
+
+
 @pytest.mark.parametrize("verifier", [Verifier.COUPLED, Verifier.BLOCK])
 def test_batch_equals_single_requests(verifier):
     """A request's tokens do not depend on what else is in the batch."""

@@ -27,9 +27,9 @@ def propose_autoregressive(
     confidence_threshold: Float[Array, "R"],
     law: Law | None = None,
 ) -> Proposal:
-    """A chain of all γ drafts: such drafters have no confidence head, so no threshold cuts it.
+    """A chain of as many drafts as there is noise for: such drafters have no confidence head, so no threshold cuts it.
 
-    `noise` is a tree of arrays [R, γ, …]. With `law`, the proposal carries log q over the whole target vocabulary.
+    `noise` is a tree of arrays [R, drafts, …]. With `law`, the proposal carries log q over the whole target vocabulary.
     """
     pair = anchor_positions[:, None] - 1
     first, context = first_visible(pair, 1, None, None), ContextLayer(*state.cache.rows)
@@ -43,7 +43,8 @@ def propose_autoregressive(
         return (steps, dspark.target_token_ids(params, rows)), (rows[:, 0], logits)
 
     begin = (pairs.begin_steps(config, state.hidden[:, None]), anchor_tokens[:, None])
-    items = (jnp.arange(config.num_drafts, dtype=jnp.int32), jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), noise))
+    by_slot = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), noise)
+    items = (jnp.arange(jax.tree.leaves(by_slot)[0].shape[0], dtype=jnp.int32), by_slot)
     _, out = jax.lax.scan(draft, begin, items)
     rows, logits = (jnp.moveaxis(x, 0, 1) for x in out)
     return drafted_chain(params, config, rows, logits, None, anchor_tokens, confidence_threshold, law)

@@ -107,5 +107,5 @@ def drafted_chain(
             log_q = whole.at[..., params.draft_token_ids].set(log_q)
     drafts = dspark.target_token_ids(params, rows)
     tokens = jnp.concatenate([anchor_tokens[:, None], drafts], axis=1)
-    lengths = confident_length(confidence, confidence_threshold, config.num_drafts)
+    lengths = confident_length(confidence, confidence_threshold, rows.shape[1])
     return chain(tokens, lengths, log_q, confidence)

@@ -32,7 +32,7 @@ def propose(
     """A chain without a `spec`, else its tree. Drafts are the best tokens of `adjust(logits, noise)`.
 
     `hidden`: of the parallel stage; a kind without one drafts from its `state`, chains only. `noise` is a tree of
-    arrays [R, γ, …]. With `law` a chain carries log q.
+    arrays [R, drafts, …]. With `law` a chain carries log q.
     """
 
     def choose(logits, slot_noise):

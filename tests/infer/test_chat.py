@@ -30,11 +30,14 @@ def test_built_in_prompts(infer, options, monkeypatch):
     assert outcome.out.count("\n> ") + outcome.out.startswith("> ") == 3
     answers = ANSWERS.findall(outcome.out)
     assert len(answers) == 3 and all(plain == speculative != "" for plain, speculative in answers)
-    assert re.search(r"^plain +72 +[\d.]+ +[\d.]+$", outcome.out, re.MULTILINE)
+    assert re.search(r"^plain +72 +[\d.]+ +[\d.]+ +1\.00$", outcome.out, re.MULTILINE)
+    lengths = re.findall(r"^(\d) drafts? +72 +[\d.]+ +[\d.]+ +(\d\.\d\d) +[\d.]+$", outcome.out, re.MULTILINE)
+    assert [int(length) for length, _ in lengths] == [1, 3, 7]
+    assert 1 < float(lengths[0][1]) <= 2 and lengths[0][1] < lengths[1][1] <= lengths[2][1]
     assert re.search(
-        r"τ [1-8]\.\d\d tokens a round; speculative decoding is (NOT )?faster here: [\d.]+ times", outcome.out
+        r"decoding is (NOT )?faster here: with \d drafts?, τ [1-8]\.\d\d tokens a round and [\d.]+ times", outcome.out
     )
-    assert "the same text both ways: 3 of 3 prompts" in outcome.out
+    assert outcome.out.count("the same text both ways with") == outcome.out.count(": 3 of 3 prompts") == 3
     # One shape for the three.
     assert outcome.error == "compiling for prompts of at most 64 tokens\n"
 
@@ -74,24 +77,25 @@ def test_a_difference_is_told(infer, options, monkeypatch):
 
     monkeypatch.setattr(Decoder, "stream", altered)
     outcome = infer("chat", **options, prompt="Ann has 3 ducks.")
-    assert "the same text both ways: 0 of 1 prompts" in outcome.out
+    assert "the same text both ways with 3 drafts: 0 of 1 prompts" in outcome.out
     assert re.search(r"prompt 1 differs from new token 6 on, .* logits are .* apart: more than rounding", outcome.out)
 
 
-def result(seconds: float, *differences: Difference) -> Result:
-    found = Result("chat", Method("chain", None, Verifier.COUPLED, True), 0.0, AcceptanceCounts.zero(7), 8)
+def result(name: str, seconds: float, *differences: Difference) -> Result:
+    found = Result("chat", Method(name, None, Verifier.COUPLED, True), 0.0, AcceptanceCounts.zero(7), 8)
     found.requests, found.plain_tokens, found.tokens, found.plain_seconds, found.seconds = 2, 90, 90, 2.0, seconds
     found.differences = list(differences)
     return found
 
 
 def test_the_report_is_honest():
-    slower = report(result(3.0), 3)
-    assert "speculative decoding is NOT faster here: 0.67 times plain decoding's tokens/s" in slower
-    assert "45.0" in slower and "30.0" in slower and "2 of 2 prompts" in slower
-    assert "is NOT faster here: 1.00 times" in report(result(2.0), 3)
-    faster = report(result(1.0, Difference(1, 0, 11, 2e-4, True)), 3)
-    assert "is faster here: 2.00 times" in faster and "1 of 2 prompts" in faster
+    slower = report([result("1 draft", 3.0), result("3 drafts", 4.0)], 3)
+    assert "speculative decoding is NOT faster here: with 1 draft, " in slower
+    assert "0.67 times plain decoding's tokens/s" in slower
+    assert "45.0" in slower and "30.0" in slower and "with 3 drafts: 2 of 2 prompts" in slower
+    assert "is NOT faster here" in report([result("1 draft", 2.0)], 3)
+    faster = report([result("1 draft", 4.0), result("3 drafts", 1.0, Difference(1, 0, 11, 2e-4, True))], 3)
+    assert "is faster here: with 3 drafts, " in faster and "2.00 times" in faster and "1 of 2 prompts" in faster
     assert "prompt 2 differs from new token 12 on, where the two tokens' logits are 0.0002 apart: a tie" in faster
 
 
@@ -110,6 +114,7 @@ BAD = {
     "tree without a kind": ({"tree_k": 2}, "--tree-k: drafting a chain has none"),
     "long prompt": ({"prompt": "x" * 100}, "--prompt: the prompt has 101 tokens, more than the 95"),
     "drafter that is not there": ({"drafter": "smollm2-dsprak"}, "smollm2-dsprak: no such folder"),
+    "no drafts": ({"max_drafts": 0}, "--max-drafts 0 must be at least 1"),
     "threshold": ({"confidence_threshold": 2}, "--confidence-threshold 2.0 must be in [0, 1]"),
 }
 

@@ -240,9 +240,14 @@ def one(sampling):
 
 
 @pytest.mark.parametrize(
-    ("head", "verifier"), [*(("rnn", verifier) for verifier in Verifier), ("dflash", Verifier.COUPLED)]
+    ("head", "verifier", "max_drafts"),
+    [
+        *(("rnn", verifier, None) for verifier in Verifier),
+        ("dflash", Verifier.COUPLED, None),
+        ("rnn", Verifier.BLOCK, 1),
+    ],
 )
-def test_generated_tokens_follow_the_targets_law(verifier, head):
+def test_generated_tokens_follow_the_targets_law(verifier, head, max_drafts):
     """The whole loop with its real keys: frequencies of the first three tokens over many requests."""
     requests, length = 10_000, 3
     setting = (0.9, 0, 0.9, 0.0)
@@ -250,7 +255,9 @@ def test_generated_tokens_follow_the_targets_law(verifier, head):
     target = random_target(config, 5)
     draft_config = drafter_config(config, head, block_size=2)
     drafter = random_drafter(draft_config, target)
-    decode = DecodeConfig(target=config, drafter=draft_config, max_new_tokens=length, verifier=verifier)
+    decode = DecodeConfig(
+        target=config, drafter=draft_config, max_new_tokens=length, verifier=verifier, max_drafts=max_drafts
+    )
     prompt = [3, 0, 1]
     out = dspark_jax.generate(
         target,
