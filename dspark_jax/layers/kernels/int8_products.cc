@@ -238,64 +238,87 @@ __attribute__((target("amx-tile"))) void ConfigureTiles(int rows) {
   _tile_loadconfig(&config);
 }
 
-// The integer sums of one group for 16 outputs in tiles 4 and 5, for the other 16 in 6 and 7, written to `to`.
+// Tiles are not renamed, so that what is written to one waits for all that was read from it before. The two halves of a
+// block's outputs have tiles of their own: one is multiplied while the other's sums, ready by then, are stored.
 template <int ROWS>
-__attribute__((target("avx512f,amx-tile,amx-int8"), always_inline)) inline void GroupProducts(
-    const DigitGroup& x, const int8_t* values, int32_t (*to)[kDigits * ROWS][16]) {
-  constexpr bool kTwoTiles = ROWS > kWholeTile;
-  for (int64_t line = 0; line < kGroup * kBlock; line += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(values + kAhead + line), _MM_HINT_T0);
+constexpr bool kTwoTiles = ROWS > kWholeTile;
+
+template <int ROWS, int HALF>
+__attribute__((target("amx-tile,amx-int8"), always_inline)) inline void MultiplyHalf(const int8_t* values) {
+  const int8_t* own = values + 64 * HALF;
+  for (int64_t line = 0; line < kGroup * kBlock / 2; line += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(values + kAhead + HALF * kGroup * kBlock / 2 + line), _MM_HINT_T0);
   }
-  _tile_zero(4);
-  _tile_zero(6);
-  if constexpr (kTwoTiles) {
-    _tile_zero(5);
-    _tile_zero(7);
-    _tile_loadd(1, reinterpret_cast<const int8_t*>(x.digits) + 2 * ROWS * kGroup, kGroup);
+  if constexpr (HALF == 0) {
+    _tile_zero(4);
+    if constexpr (kTwoTiles<ROWS>) _tile_zero(5);
+    _tile_loadd(2, own, kBlock * kQuad);
+    _tile_dpbssd(4, 0, 2);
+    if constexpr (kTwoTiles<ROWS>) _tile_dpbssd(5, 1, 2);
+  } else {
+    _tile_zero(6);
+    if constexpr (kTwoTiles<ROWS>) _tile_zero(7);
+    _tile_loadd(3, own, kBlock * kQuad);
+    _tile_dpbssd(6, 0, 3);
+    if constexpr (kTwoTiles<ROWS>) _tile_dpbssd(7, 1, 3);
   }
-  _tile_loadd(0, x.digits, kGroup);
-  _tile_loadd(2, values, kBlock * kQuad);
-  _tile_loadd(3, values + 64, kBlock * kQuad);
-  _tile_dpbssd(4, 0, 2);
-  if constexpr (kTwoTiles) _tile_dpbssd(5, 1, 2);
-  _tile_dpbssd(6, 0, 3);
-  if constexpr (kTwoTiles) _tile_dpbssd(7, 1, 3);
-  _tile_stored(4, to[0], 64);
-  if constexpr (kTwoTiles) _tile_stored(5, to[0][2 * ROWS], 64);
-  _tile_stored(6, to[1], 64);
-  if constexpr (kTwoTiles) _tile_stored(7, to[1][2 * ROWS], 64);
+}
+
+template <int ROWS, int HALF>
+__attribute__((target("amx-tile"), always_inline)) inline void StoreHalf(int32_t (*to)[16]) {
+  if constexpr (HALF == 0) {
+    _tile_stored(4, to, 64);
+    if constexpr (kTwoTiles<ROWS>) _tile_stored(5, to + 2 * ROWS, 64);
+  } else {
+    _tile_stored(6, to, 64);
+    if constexpr (kTwoTiles<ROWS>) _tile_stored(7, to + 2 * ROWS, 64);
+  }
+}
+
+// Adds the integers of a group, times its scales, to the sums of 16 outputs.
+template <int ROWS>
+__attribute__((target("avx512f"), always_inline)) inline void ScaleHalf(const int32_t (*integers)[16],
+                                                                        const float* scales, const float* row_scales,
+                                                                        __m512* sum) {
+  const __m512 scale = _mm512_loadu_ps(scales), digit = _mm512_set1_ps(256.0f);
+  for (int row = 0; row < ROWS; ++row) {
+    const __m512i first = _mm512_load_si512(integers[row]);
+    const __m512i second = _mm512_load_si512(integers[ROWS + row]);
+    const __m512i third = _mm512_load_si512(integers[2 * ROWS + row]);
+    // The first two together fit 27 bits.
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(first, 8), second));
+    const __m512 total = _mm512_fmadd_ps(high, digit, _mm512_cvtepi32_ps(third));
+    sum[row] = _mm512_fmadd_ps(total, _mm512_mul_ps(scale, _mm512_set1_ps(row_scales[row])), sum[row]);
+  }
 }
 
 template <int ROWS>
 __attribute__((target("avx512f,amx-tile,amx-int8"))) void TileAmx(const DigitGroup* x, int64_t groups,
                                                                   const int8_t* values, const float* scales,
                                                                   float (*sums)[kBlock]) {
-  // While one group's integers are scaled, the matrix unit is at the next one's.
-  alignas(64) int32_t products[2][2][kDigits * ROWS][16];
-  __m512 sum[ROWS][2];
-  for (int row = 0; row < ROWS; ++row) sum[row][0] = sum[row][1] = _mm512_setzero_ps();
-  const __m512 digit = _mm512_set1_ps(256.0f);
-  GroupProducts<ROWS>(x[0], values, products[0]);
-  for (int64_t g = 0; g < groups; ++g, scales += kBlock) {
-    if (g + 1 < groups) GroupProducts<ROWS>(x[g + 1], values + (g + 1) * kGroup * kBlock, products[(g + 1) % 2]);
-    for (int half = 0; half < 2; ++half) {
-      const int32_t(*own)[16] = products[g % 2][half];
-      const __m512 scale = _mm512_loadu_ps(scales + 16 * half);
-      for (int row = 0; row < ROWS; ++row) {
-        const __m512i first = _mm512_load_si512(own[row]);
-        const __m512i second = _mm512_load_si512(own[ROWS + row]);
-        const __m512i third = _mm512_load_si512(own[2 * ROWS + row]);
-        // The first two together fit 27 bits.
-        const __m512 high = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(first, 8), second));
-        const __m512 total = _mm512_fmadd_ps(high, digit, _mm512_cvtepi32_ps(third));
-        sum[row][half] =
-            _mm512_fmadd_ps(total, _mm512_mul_ps(scale, _mm512_set1_ps(x[g].scales[row])), sum[row][half]);
-      }
+  alignas(64) int32_t integers[2][2][kDigits * ROWS][16];
+  __m512 sum[2][ROWS];
+  for (int row = 0; row < ROWS; ++row) sum[0][row] = sum[1][row] = _mm512_setzero_ps();
+  for (int64_t g = 0; g < groups; ++g, values += kGroup * kBlock) {
+    const auto now = integers[g % 2], before = integers[(g + 1) % 2];
+    _tile_loadd(0, x[g].digits, kGroup);
+    if constexpr (kTwoTiles<ROWS>) {
+      _tile_loadd(1, reinterpret_cast<const int8_t*>(x[g].digits) + 2 * ROWS * kGroup, kGroup);
     }
+    MultiplyHalf<ROWS, 0>(values);
+    if (g) {
+      StoreHalf<ROWS, 1>(before[1]);
+      ScaleHalf<ROWS>(before[0], scales + (g - 1) * kBlock, x[g - 1].scales, sum[0]);
+    }
+    MultiplyHalf<ROWS, 1>(values);
+    StoreHalf<ROWS, 0>(now[0]);
+    if (g) ScaleHalf<ROWS>(before[1], scales + (g - 1) * kBlock + 16, x[g - 1].scales, sum[1]);
   }
-  for (int row = 0; row < ROWS; ++row) {
-    _mm512_storeu_ps(sums[row], sum[row][0]);
-    _mm512_storeu_ps(sums[row] + 16, sum[row][1]);
+  const auto last = integers[(groups + 1) % 2];
+  StoreHalf<ROWS, 1>(last[1]);
+  for (int half = 0; half < 2; ++half) {
+    ScaleHalf<ROWS>(last[half], scales + (groups - 1) * kBlock + 16 * half, x[groups - 1].scales, sum[half]);
+    for (int row = 0; row < ROWS; ++row) _mm512_storeu_ps(sums[row] + 16 * half, sum[half][row]);
   }
 }
 
