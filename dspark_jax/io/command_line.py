@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import inspect
 import io
+import itertools
 import os
 import re
 import reprlib
@@ -241,13 +242,21 @@ def _shipped(file: Path | None, folder: Path | None) -> Path | None:
 
 
 def _spell_out(options: type, arguments: list[str]) -> list[str]:
-    """--name and --no-name of `bool | None` options as the --name=True and --name=False that tyro reads."""
+    """--name and --no-name of `bool | None` options as the --name=True and --name=False that tyro reads; it reads
+    --name True and --name False as they are.
+    """
     spelled = {}
     for name, kind in typing.get_type_hints(options).items():
         if kind == bool | None:
             option = name.replace("_", "-")
             spelled |= {f"--{option}": f"--{option}=True", f"--no-{option}": f"--{option}=False"}
-    return [spelled.get(a.replace("_", "-") if a.startswith("--") else a, a) for a in arguments]
+
+    def spell(argument: str, following: str) -> str:
+        if not argument.startswith("--") or following in ("None", "True", "False"):
+            return argument
+        return spelled.get(argument.replace("_", "-"), argument)
+
+    return [spell(*pair) for pair in itertools.pairwise([*arguments, ""])]
 
 
 class _YamlLoader(yaml.SafeLoader):

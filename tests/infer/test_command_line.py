@@ -94,6 +94,8 @@ def test_the_command_line_comes_first(run):
 def test_the_command_line_alone(run):
     options = run(None, "--path", "x", "--no-thinking", "--optimizer.steps", "1", "--flag")
     assert options == Options(path=Path("x"), thinking=False, flag=True, optimizer=Optimizer(steps=1))
+    for value in (True, False, None):
+        assert run(YAML, "--thinking", str(value), "--limit", "3").thinking is value
 
 
 @pytest.mark.parametrize(
