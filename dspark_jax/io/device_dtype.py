@@ -6,19 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Ampere's; before it there is no bfloat16 arithmetic.
-_FIRST_WITH_BFLOAT16 = (8, 0)
+from dspark_jax.nvidia import AMPERE, generation
 
 
 def bfloat16_is_emulated(platform: str, compute_capability: str | None) -> bool:
     """Whether XLA computes bfloat16 products in float32 there, for an NVIDIA GPU older than Ampere such as a T4.
 
-    `platform`, `compute_capability`: JAX's, such as "gpu" and "7.5"; other makers' GPUs have none of the kind.
+    `platform`, `compute_capability`: of a `jax.Device`, such as "gpu" and "7.5".
     """
-    numbers = (compute_capability or "").split(".")
-    if platform != "gpu" or not all(number.isdecimal() for number in numbers):
-        return False
-    return tuple(map(int, numbers)) < _FIRST_WITH_BFLOAT16
+    nvidia = generation(platform, compute_capability)
+    return nvidia is not None and nvidia < AMPERE
 
 
 def warn_if_emulated(dtype: Any, device: Any = None) -> None:
