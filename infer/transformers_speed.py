@@ -13,10 +13,9 @@ from tqdm import tqdm
 import dspark_jax
 from dspark_jax import DecodeConfig, request_keys
 from dspark_jax.io import InputError, Target, describe_target, write_json
-from dspark_jax.io.named_models import locate
 from dspark_jax.io.outputs import check_output
 from dspark_jax.io.report import environment, number
-from dspark_jax.io.target import resolve_folder
+from dspark_jax.io.transformers_model import load_transformers_model, transformers_versions
 from infer.timers import decoding_timer
 
 
@@ -54,7 +53,7 @@ def transformers_speed(options: TransformersSpeedOptions) -> None:
     longest = description.config.max_position_embeddings
     if options.context + options.steps >= longest:
         raise InputError(f"--context and --steps are more than the target's {longest} positions; lower one of them")
-    model = _transformers_model(options.target)
+    model = load_transformers_model(options.target)
     target = description.load(dtype="float32", fused_projections=True)
     prompt = np.arange(options.context)[None] % target.config.num_valid_tokens
     ours = decoding_timer(target, None, options.context, options.steps)
@@ -77,39 +76,11 @@ def transformers_speed(options: TransformersSpeedOptions) -> None:
         "ratio": number(ratio),
         "milliseconds": {name: number(value) for name, value in milliseconds.items()},
         "agreeing_tokens": agreeing,
-        "transformers": _versions(),
+        "transformers": transformers_versions(),
         **environment(),
     }
     write_json(options.output, report)
     print(f"wrote {options.output}", file=sys.stderr)
-
-
-def _transformers_model(source: str) -> Any:
-    """The model in float32, read by transformers from the same files.
-
-    Raises:
-      InputError: torch or transformers is not installed, or cannot read the model.
-    """
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise InputError(f"{error.name} is not installed: pip install -e '.[parity]'") from error
-    path = Path(locate(source))
-    place = {"gguf_file": path.name} if path.is_file() else {}
-    folder = path.parent if place else resolve_folder(path)
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place).eval()
-    except Exception as error:  # the library raises nothing narrower
-        version = transformers.__version__
-        raise InputError(f"{source}: transformers {version} cannot read it ({error}); try another version") from error
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def _generated(model: Any, prompt: np.ndarray, tokens: int) -> Any:

@@ -11,7 +11,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Not above: Ctrl-C must find its handler below before these seconds of imports.
     from dspark_jax.io import command_line
     from dspark_jax.io.command_line import Command
-    from train import byte_model, cache, calibrate, export, fit, plan, regenerate, stdlib_prompts
+    from train import (
+        byte_model,
+        cache,
+        calibrate,
+        device_check,
+        export,
+        fit,
+        plan,
+        recipe_speed,
+        regenerate,
+        stdlib_prompts,
+    )
     from train.fit_config import FitConfig
     from train.plan_config import CONFIGS, PlanConfig
 
@@ -20,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cache": Command(cache.CacheConfig, cache.main),
         "fit": Command(FitConfig, fit.main),
         "plan": Command(PlanConfig, plan.main),
+        "device-check": Command(device_check.DeviceCheckConfig, device_check.main),
+        "recipe-speed": Command(recipe_speed.RecipeSpeedConfig, recipe_speed.main),
         "calibrate": Command(calibrate.CalibrateConfig, calibrate.main),
         "export": Command(export.ExportConfig, export.main),
         "byte-model": Command(byte_model.ByteModelConfig, byte_model.main),

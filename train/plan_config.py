@@ -98,7 +98,7 @@ def make_plan(config: PlanConfig) -> Plan:
     except ValueError as error:
         raise InputError(f"--topology {error}") from error
     target = dataclasses.replace(target_shape(config), stacked_layers=True)
-    drafter = _drafter(config, target)
+    drafter = drafter_shape(config, target)
     mesh = _mesh("--mesh", config.mesh, TRAIN_MESH_AXES, topology, {"fsdp": topology.chips})
     rows, ways = config.batch_size // config.accumulation, mesh["data"] * mesh["fsdp"]
     if rows % ways:
@@ -138,7 +138,7 @@ def make_plan(config: PlanConfig) -> Plan:
     )
 
 
-def target_shape(config: PlanConfig) -> TargetConfig:
+def target_shape(config: FitConfig) -> TargetConfig:
     """The target's config, of which no weights are needed: "Qwen/Qwen3-8B" is shipped as qwen3/8b.json.
 
     Raises:
@@ -159,7 +159,12 @@ def target_shape(config: PlanConfig) -> TargetConfig:
         raise InputError(f"{path}: {error}") from error
 
 
-def _drafter(config: PlanConfig, target: TargetConfig) -> DrafterConfig:
+def drafter_shape(config: FitConfig, target: TargetConfig) -> DrafterConfig:
+    """The config of a fresh drafter for a target of which no weights are needed.
+
+    Raises:
+      InputError: the options make none.
+    """
     # Which id masks a block changes no shape.
     mask = target.vocab_size - 1 if config.mask_token_id is None else config.mask_token_id
     try:

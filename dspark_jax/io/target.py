@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from dspark_jax import targets
 from dspark_jax.config import TargetConfig
+from dspark_jax.io.device_dtype import warn_if_emulated
 from dspark_jax.io.errors import InputError
 from dspark_jax.io.files import atomic_folder, read_json, write_json
 from dspark_jax.io.gguf import GgufFile
@@ -83,9 +84,13 @@ class TargetDescription:
         fused_projections: bool = False,
         without_layers: bool = False,
     ) -> Target:
-        """Reads the weights: as `load_target`, with its errors; `without_layers` only embedding, norm and head."""
+        """Reads the weights: as `load_target`, with its errors; `without_layers` only embedding, norm and head.
+
+        Warns where the device has no arithmetic of the dtype.
+        """
         if fused_projections and mesh is not None:
             raise ValueError("fused projections cannot be sharded: load them without a mesh")
+        warn_if_emulated(dtype)
         config = dataclasses.replace(self.config, stacked_layers=stacked_layers)
         declaration = declare_target(config)
         if without_layers:

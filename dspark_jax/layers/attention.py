@@ -8,6 +8,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.config import DecoderConfig
+from dspark_jax.layers.cudnn_attention import cudnn_attention, serves
 from dspark_jax.layers.linear import FusedLinear, Linear, declare_linear, fuse, linears, wide_dtype
 from dspark_jax.layers.norm import Norm, declare_norm, rms_norm
 from dspark_jax.layers.rope import apply_rope
@@ -94,16 +95,8 @@ def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     return jnp.moveaxis(out, 3, 1).reshape(requests, length, heads, width)
 
 
-def attention(
-    q: Float[Array, "R T heads D"],
-    k: Float[Array, "R kv_heads D S"],
-    v: Float[Array, "R kv_heads S D"],
-    mask: Bool[Array, "R T S"],
-) -> Float[Array, "R T heads D"]:
-    """Softmax attention in float32 where `mask` is true; long runs of queries go in chunks."""
+def _attend_in_chunks(q: Array, k: Array, v: Array, mask: Array) -> Array:
     length = q.shape[1]
-    if length <= _QUERY_CHUNK:
-        return _attend(q, k, v, mask)
     chunks = -(-length // _QUERY_CHUNK)
     padding = chunks * _QUERY_CHUNK - length
     q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -114,6 +107,22 @@ def attention(
 
     out = jax.lax.map(jax.checkpoint(lambda part: _attend(part[0], k, v, part[1])), (split(q), split(mask)))
     return jnp.moveaxis(out, 0, 1).reshape(q.shape)[:, :length]
+
+
+def attention(
+    q: Float[Array, "R T heads D"],
+    k: Float[Array, "R kv_heads D S"],
+    v: Float[Array, "R kv_heads S D"],
+    mask: Bool[Array, "R T S"],
+) -> Float[Array, "R T heads D"]:
+    """Softmax attention in float32 where `mask` is true; long runs of queries go in chunks, or to cuDNN on GPUs that
+    have it for their type and shape.
+    """
+    if q.shape[1] <= _QUERY_CHUNK:
+        return _attend(q, k, v, mask)
+    if serves(q, k):
+        return jax.lax.platform_dependent(q, k, v, mask, cuda=cudnn_attention, default=_attend_in_chunks)
+    return _attend_in_chunks(q, k, v, mask)
 
 
 def visible(

@@ -1,4 +1,4 @@
-"""TPU chips as their maker publishes them, and the topologies that they are sold in."""
+"""Chips as their makers publish them, and the topologies that TPUs are sold in."""
 
 import dataclasses
 import math
@@ -8,21 +8,32 @@ _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
+class Peaks:
     """Published peaks of one chip.
 
-    `flops`: bfloat16 operations a second. `memory`: bytes of HBM. `memory_bandwidth`: bytes a second. `link_bandwidth`:
-    bytes a second that leave the chip over all its ICI links together (as many arrive at the same time). `dimensions`:
-    of the torus. `chip_config`: libtpu's name for "both cores are one device", where that is not its default.
+    `flops`: bfloat16 operations a second, without sparsity. `memory_bandwidth`: bytes a second. `device_kinds`: what
+    JAX calls it.
     """
 
     name: str
     flops: float
-    memory: int
     memory_bandwidth: float
+    source: str
+    device_kinds: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip(Peaks):
+    """A TPU chip.
+
+    `memory`: bytes of HBM. `link_bandwidth`: bytes a second that leave the chip over all its ICI links together (as
+    many arrive at the same time). `dimensions`: of the torus. `chip_config`: libtpu's name for "both cores are one
+    device", where that is not its default.
+    """
+
+    memory: int
     link_bandwidth: float
     dimensions: int
-    source: str
     chip_config: str | None = None
 
 
@@ -38,6 +49,7 @@ CHIPS = {
             link_bandwidth=300e9,
             dimensions=3,
             source="https://cloud.google.com/tpu/docs/v4 (ICI: 2400 Gbps)",
+            device_kinds=("TPU v4",),
             chip_config="megacore",
         ),
         Chip(
@@ -48,6 +60,7 @@ CHIPS = {
             link_bandwidth=200e9,
             dimensions=2,
             source="https://cloud.google.com/tpu/docs/v5e (ICI: 400 GBps in both directions)",
+            device_kinds=("TPU v5 lite", "TPU v5e"),
         ),
         Chip(
             name="v5p",
@@ -57,6 +70,7 @@ CHIPS = {
             link_bandwidth=600e9,
             dimensions=3,
             source="https://cloud.google.com/tpu/docs/v5p (ICI: 1200 GBps in both directions)",
+            device_kinds=("TPU v5", "TPU v5p"),
         ),
         Chip(
             name="v6e",
@@ -66,9 +80,53 @@ CHIPS = {
             link_bandwidth=400e9,
             dimensions=2,
             source="https://cloud.google.com/tpu/docs/v6e (ICI: 800 GBps in both directions)",
+            device_kinds=("TPU v6 lite", "TPU v6e"),
         ),
     )
 }
+
+_GPUS = (
+    Peaks(
+        name="A100 40GB",
+        flops=312e12,
+        memory_bandwidth=1555e9,
+        source="https://www.nvidia.com/en-us/data-center/a100/",
+        device_kinds=("NVIDIA A100-SXM4-40GB",),
+    ),
+    Peaks(
+        name="A100 80GB",
+        flops=312e12,
+        memory_bandwidth=2039e9,
+        source="https://www.nvidia.com/en-us/data-center/a100/",
+        device_kinds=("NVIDIA A100-SXM4-80GB",),
+    ),
+    Peaks(
+        name="L4",
+        flops=121e12,
+        memory_bandwidth=300e9,
+        source="https://www.nvidia.com/en-us/data-center/l4/",
+        device_kinds=("NVIDIA L4",),
+    ),
+    Peaks(
+        name="H100 SXM",
+        flops=989e12,
+        memory_bandwidth=3350e9,
+        source="https://www.nvidia.com/en-us/data-center/h100/",
+        device_kinds=("NVIDIA H100 80GB HBM3",),
+    ),
+    Peaks(
+        name="H200 SXM",
+        flops=989e12,
+        memory_bandwidth=4800e9,
+        source="https://www.nvidia.com/en-us/data-center/h200/",
+        device_kinds=("NVIDIA H200",),
+    ),
+)
+
+
+def peaks_of(device_kind: str) -> Peaks | None:
+    """Of a device by JAX's name for it (`jax.Device.device_kind`); None for one that is not listed."""
+    return next((chip for chip in (*CHIPS.values(), *_GPUS) if device_kind in chip.device_kinds), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ a bound that shows what limits a step, not a measurement.
 import dataclasses
 from collections.abc import Mapping
 
-from dspark_jax.planning.chips import Chip
+from dspark_jax.planning.chips import Peaks
 from dspark_jax.planning.products import Cost
 
 
@@ -27,16 +27,16 @@ class Estimate:
     collectives: float
     useful: float
 
-    def model_flops_utilization(self, chip: Chip) -> float:
+    def model_flops_utilization(self, chip: Peaks) -> float:
         """MFU: useful arithmetic as a share of what the chip could do in the time."""
         return self.useful / (chip.flops * self.seconds)
 
 
-def part_seconds(cost: Cost, chip: Chip) -> float:
+def part_seconds(cost: Cost, chip: Peaks) -> float:
     return max(cost.executed / chip.flops, cost.bytes / chip.memory_bandwidth)
 
 
-def estimate(costs: Mapping[str, Cost], chip: Chip, collectives: float = 0.0) -> Estimate:
+def estimate(costs: Mapping[str, Cost], chip: Peaks, collectives: float = 0.0) -> Estimate:
     """Of a program's parts, with seconds of collectives."""
     total = sum(costs.values(), Cost())
     return Estimate(
