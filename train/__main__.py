@@ -2,8 +2,9 @@
 
 import os
 import signal
-import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,8 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command_line.main("train", commands, arguments, CONFIGS)
 
 
+def run() -> NoReturn:
+    """Runs the command of this process, and ends it."""
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    from train.processes import leave
+
+    leave(code)
+
+
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Around the command, which handles it itself: an exception may get lost, or a traceback out, in imports.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    sys.exit(main())
+    run()

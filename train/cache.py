@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
+from jax.experimental import multihost_utils
 from jaxtyping import Int
 from tqdm import tqdm
 
@@ -20,6 +21,7 @@ from dspark_jax.training.features import Storage, StoredFeatures, compute_featur
 from train.cache_files import MANIFEST, Manifest, open_arrays, read_manifest
 from train.cache_layout import Layout, cache_bytes, plan, row_length, state_arrays, token_bytes
 from train.data import Documents, Encoding, file_digest, load_documents
+from train.processes import hidden_bar, is_first, join, say, wait_for_all
 from train.storage import missing_shards, storage_reported
 
 
@@ -49,6 +51,9 @@ class CacheConfig:
     """Passed to the chat template; by default the template decides."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the target's weights and activations."""
+    distributed: bool = False
+    """Run as one of several processes, each of which computes a part with its own device, as for `fit`: they share the
+    data's and the output's folders and get the same command. Another number of them may go on."""
     estimate: bool = False
     """Print the size and the free space, and do nothing."""
     allow_config_key: tuple[str, ...] = ()
@@ -65,6 +70,8 @@ class CacheConfig:
 
 def main(config: CacheConfig) -> None:
     """Runs the command."""
+    if config.distributed:
+        join()
     description = describe_target(config.target, allow_config_keys=config.allow_config_key)
     taps = _taps(config, description)
     if config.output.exists() and not config.output.is_dir():
@@ -81,24 +88,53 @@ def main(config: CacheConfig) -> None:
     manifest = _manifest(config, description, taps, encoding.max_length, documents, layout)
     if config.estimate:
         total = _size(_bytes(manifest, layout.rows))
-        print(f"{_contents(config, manifest)}: {total}, {size:,} bytes a token; {_size(_free(config.output))} free")
+        say(f"{_contents(config, manifest)}: {total}, {size:,} bytes a token; {_size(_free(config.output))} free")
         return
+    missing = _agreed(_missing(config, manifest, layout), manifest)
+    if missing is None:
+        say(f"{_contents(config, manifest)}: complete already")
+        return
+    if is_first():
+        manifest.write(config.output)
+        with _reported(config):
+            open_arrays(config.output, manifest, create=True)
+    # All write to what one has made.
+    wait_for_all("arrays")
+    _write(config, description.load(dtype=config.dtype), documents, layout, manifest, missing)
+
+
+def _missing(config: CacheConfig, manifest: Manifest, layout: Layout) -> list[int] | None:
+    """Numbers of the shards to compute, for which there is room; None where the cache is complete.
+
+    Raises:
+      InputError: as `_saved`; or there is too little room.
+    """
     saved = _saved(config, manifest)
     missing = list(range(manifest.shards))
     if saved is not None:
         with _reported(config):
             missing = missing_shards(_arrays(config, manifest).values(), manifest.shards)
         if saved.complete and not missing:
-            print(f"{_contents(config, manifest)}: complete already")
-            return
+            return None
     needed, free = _bytes(manifest, [layout.rows[number] for number in missing]), _free(config.output)
     if needed > free:
         raise InputError(
             f"{config.output}: needs {_size(needed)}, and {_size(free)} are free; make room, or use --storage int8, "
             "fewer --target-layer-ids or a smaller --max-length"
         )
-    manifest.write(config.output)
-    _write(config, description.load(dtype=config.dtype), documents, layout, manifest, missing)
+    return missing
+
+
+def _agreed(missing: list[int] | None, manifest: Manifest) -> list[int] | None:
+    """What the first of several processes has found, once all have looked and none writes yet.
+
+    Files on a shared disk may look older to another host.
+    """
+    found = np.zeros(1 + manifest.shards, bool)
+    found[0] = missing is None
+    found[1:][missing or []] = True
+    complete, *absent = multihost_utils.broadcast_one_to_all(found).tolist()
+    return None if complete else [number for number, is_absent in enumerate(absent) if is_absent]
 
 
 def _taps(config: CacheConfig, description: TargetDescription) -> tuple[int, ...]:
@@ -205,16 +241,18 @@ def _write(
     manifest: Manifest,
     missing: Sequence[int],
 ) -> None:
-    """Computes and writes the shards `missing`, then all that tells a complete cache."""
+    """Computes and writes this process's part of the shards `missing`; then, from the first of all processes, what
+    tells a complete cache.
+    """
     with _reported(config):
-        arrays = open_arrays(config.output, manifest, create=True)
-    lengths, begin = np.diff(documents.starts), time.perf_counter()
-    new, pending = sum(layout.rows[number] for number in missing), []
+        arrays = open_arrays(config.output, manifest)
+    own, pending, begin = missing[jax.process_index() :: jax.process_count()], [], time.perf_counter()
+    new, own_new = (sum(layout.rows[number] for number in numbers) for numbers in (missing, own))
     with tqdm(
-        total=manifest.tokens, initial=manifest.tokens - new, unit=" tokens", unit_scale=True, disable=None,
-        dynamic_ncols=True,
+        total=manifest.tokens - new + own_new, initial=manifest.tokens - new, unit=" tokens", unit_scale=True,
+        disable=hidden_bar(), dynamic_ncols=True,
     ) as bar:  # fmt: skip
-        for number in missing:
+        for number in own:
             values, start = _shard(manifest, target, documents, layout, number, bar), number * layout.shard_tokens
             with _reported(config):
                 # One shard is written while the next is computed.
@@ -225,7 +263,11 @@ def _write(
                 ]
         with _reported(config):
             _wait(pending)
-            arrays["documents"].write(np.stack([layout.starts, lengths], axis=1)).result()
+    wait_for_all("shards")
+    if not is_first():
+        return
+    with _reported(config):
+        arrays["documents"].write(np.stack([layout.starts, documents.lengths], axis=1)).result()
     dataclasses.replace(manifest, complete=True).write(config.output)
     rate = new / (time.perf_counter() - begin)
     kept = manifest.shards - len(missing)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import tensorstore as ts
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from dspark_jax.config import DraftModelConfig
 from dspark_jax.io import InputError, TargetDescription
 from train.cache_files import MANIFEST, Manifest, open_arrays, read_manifest
 from train.cache_layout import token_bytes
-from train.data import Documents, Encoding
+from train.data import Documents, Encoding, local_rows
 from train.storage import missing_shards, storage_reported
 
 
@@ -37,7 +38,8 @@ def complete_manifest(folder: Path, target: TargetDescription) -> Manifest:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureRows:
-    """Adds the stored states of their documents to packed rows, all documents of a batch being read at once.
+    """Adds the stored states of their documents to packed rows, all documents of a batch being read at once: those
+    whose rows this process's devices hold.
 
     `arrays`: the layers that are read. `starts`: where each document is on the flat axis.
     """
@@ -45,11 +47,15 @@ class FeatureRows:
     folder: Path
     arrays: Mapping[str, ts.TensorStore]
     starts: Int[np.ndarray, "documents"]
+    mesh: Mesh | None = None
 
     def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """`rows` with `states` [B, T, m+1, d] and, with int8, `scales` [B, T, m+1]; padding is 0."""
-        starts = self.starts[rows["document"]]
-        spans = [slice(int(start), int(start + length)) for start, length in zip(starts, rows["length"], strict=True)]
+        """`rows` with `states` [B, T, m+1, d] and, with int8, `scales` [B, T, m+1]; padding is 0, as are rows that
+        only other processes hold: nothing writes these zeros, so they take no memory.
+        """
+        own = local_rows(rows, self.mesh)[rows["row"]]
+        starts, lengths = self.starts[rows["document"][own]], rows["length"][own]
+        spans = [slice(int(start), int(start + length)) for start, length in zip(starts, lengths, strict=True)]
         with _reported(self.folder):
             with ts.Batch() as batch:
                 futures = {
@@ -58,8 +64,9 @@ class FeatureRows:
             parts = {name: [future.result() for future in started] for name, started in futures.items()}
         added = {}
         for name, values in parts.items():
-            added[name] = np.zeros((*rows["tokens"].shape, *values[0].shape[1:]), values[0].dtype)
-            for row, start, value in zip(rows["row"], rows["start"], values, strict=True):
+            array = self.arrays[name]
+            added[name] = np.zeros((*rows["tokens"].shape, *array.shape[1:]), array.dtype.numpy_dtype)
+            for row, start, value in zip(rows["row"][own], rows["start"][own], values, strict=True):
                 added[name][row, start : start + len(value)] = value
         return rows | added
 
@@ -131,8 +138,10 @@ class CachedFeatures:
             reason = "it lacks tokens that it should hold"
         raise InputError(f"{name}: no features of record {documents.records[first]} of --data: {reason}; {remedy}")
 
-    def rows(self, starts: Int[np.ndarray, "documents"], drafter: DraftModelConfig) -> FeatureRows:
-        """What reads the layers that a drafter taps.
+    def rows(
+        self, starts: Int[np.ndarray, "documents"], drafter: DraftModelConfig, mesh: Mesh | None = None
+    ) -> FeatureRows:
+        """What reads the layers that a drafter taps, for this process's devices of the mesh.
 
         Raises:
           InputError: one that is not in the cache.
@@ -148,7 +157,7 @@ class CachedFeatures:
         arrays = self._arrays
         if len(chosen) <= len(stored):
             arrays = {name: array[:, list(chosen)] for name, array in arrays.items()}
-        return FeatureRows(self.folder, arrays, starts)
+        return FeatureRows(self.folder, arrays, starts, mesh)
 
 
 def _digest(tokens: Int[np.ndarray, "length"]) -> bytes:

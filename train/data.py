@@ -22,7 +22,7 @@ from dspark_jax.sharding import batch_axes
 from dspark_jax.training.anchors import Batch
 from dspark_jax.training.features import StoredFeatures
 from dspark_jax.training.packing import RowCapacity, deal, place, row_capacity, rows_needed, tightened
-from train.processes import spread
+from train.processes import hidden_bar, spread
 
 # The held-out split: this share of the records, but some of any data set, and never so many that evaluating is slow.
 _HELD_OUT_SHARE, _HELD_OUT_LEAST, _HELD_OUT_MOST = 0.02, 8, 1024
@@ -129,7 +129,8 @@ def load_documents(files: Sequence[str | os.PathLike], encoding: Encoding) -> Do
     """
     tokens, masks, records, count = [], [], [], 0
     for file in files:
-        for number, record in tqdm(numbered_jsonl(file), f"reading {Path(file).name}", unit=" records", disable=None):
+        reading, name = numbered_jsonl(file), f"reading {Path(file).name}"
+        for number, record in tqdm(reading, name, unit=" records", disable=hidden_bar()):
             ids, mask = encode_record(record, f"{file}, line {number}", encoding)
             trained = np.asarray(mask, bool)
             if (trained[1:] & trained[:-1]).any():
@@ -289,8 +290,26 @@ def held_out_rows(
         yield rows if add is None else add(rows)
 
 
+def _batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of a Batch [parts, B, …]: the rows of each part are spread over the devices."""
+    return NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh)))
+
+
+def local_rows(rows: Rows, mesh: Mesh | None) -> Bool[np.ndarray, "rows"]:
+    """Which packed rows the devices of this process hold; without a mesh all."""
+    parts = (-1, int(rows["part_rows"]))
+    held = np.zeros(len(rows["tokens"]), bool).reshape(parts)
+    if mesh is None:
+        return ~held.reshape(-1)
+    for index in _batch_sharding(mesh).addressable_devices_indices_map(held.shape).values():
+        held[index] = True
+    return held.reshape(-1)
+
+
 def to_batch(rows: Mapping[str, np.ndarray], mesh: Mesh | None = None) -> Batch:
-    """A Batch [parts, B, T] of packed rows; with a mesh, the rows of each part are spread over the devices."""
+    """A Batch [parts, B, T] of packed rows; with a mesh, the rows of each part are spread over the devices, and only
+    `local_rows` are read.
+    """
     part_rows = int(rows["part_rows"])
     stored = StoredFeatures(rows["states"], rows.get("scales")) if "states" in rows else None
     batch = Batch(
@@ -299,7 +318,7 @@ def to_batch(rows: Mapping[str, np.ndarray], mesh: Mesh | None = None) -> Batch:
     batch = jax.tree.map(lambda x: x.reshape(-1, part_rows, *x.shape[1:]), batch)
     if mesh is None:
         return jax.device_put(batch)
-    return spread(batch, NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh))))
+    return spread(batch, _batch_sharding(mesh))
 
 
 def file_digest(files: Sequence[str | os.PathLike]) -> str:

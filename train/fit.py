@@ -36,7 +36,7 @@ from train.fit_config import FitConfig, check_settings, settings
 from train.loop import Run, fit
 from train.metrics import plot
 from train.new_drafter import initial_drafter
-from train.processes import is_first, join, spread
+from train.processes import is_first, join, say, spread
 
 DRAFTER = "drafter"
 
@@ -95,8 +95,8 @@ def _train(
     if stored:
         # Nothing runs them any more.
         target = dataclasses.replace(target, params=target.params.replace(layers=()))
-    add = None if starts is None else cache.rows(starts, drafter)
-    add_held_out = None if held_out_starts is None else cache.rows(held_out_starts, drafter)
+    add = None if starts is None else cache.rows(starts, drafter, mesh)
+    add_held_out = None if held_out_starts is None else cache.rows(held_out_starts, drafter, mesh)
     order = training_order(chosen, config.batch_size, config.seed)
     packer = _packer(config, drafter, documents, first_pass(order, len(chosen)), mesh)
     batches = in_order(held_out, config.batch_size)
@@ -126,14 +126,14 @@ def _train(
         mesh,
     )
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    _say(
+    say(
         f"{len(chosen)} documents ({len(held_out)} held out, {documents.dropped} dropped), {steps} steps of "
         f"{config.batch_size} in {packer.rows} rows of {packer.capacity.tokens} tokens and {packer.capacity.anchors} "
         f"anchors; {size:,} trained parameters"
     )
     if cache is not None:
         size = packer.rows * packer.capacity.tokens * cache.token_bytes
-        _say(f"{config.features}: the features of a batch take {size / 1e6:,.1f} MB of the device's memory")
+        say(f"{config.features}: the features of a batch take {size / 1e6:,.1f} MB of the device's memory")
     state = init_train_state(train, run_key, params)
     if mesh is None:
         best = fit(run, state)
@@ -144,12 +144,7 @@ def _train(
     if is_first():
         plot(config.output)
     export(checkpoints, best, drafter, target, config.output / DRAFTER, config.dtype, deepspec=False)
-    _say(f"{config.output / DRAFTER}: the drafter after step {best}")
-
-
-def _say(line: str) -> None:
-    if is_first():
-        print(line)
+    say(f"{config.output / DRAFTER}: the drafter after step {best}")
 
 
 def _packer(
@@ -172,7 +167,7 @@ def _held_out_starts(cache: CachedFeatures, documents: Documents, encoding: Enco
     starts = cache.starts(documents, encoding.max_length)
     if (starts >= 0).all():
         return starts
-    _say(f"{cache.folder}: lacks documents of --held-out-data; the target runs on all of these")
+    say(f"{cache.folder}: lacks documents of --held-out-data; the target runs on all of these")
     return None
 
 

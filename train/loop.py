@@ -25,11 +25,9 @@ from train.checkpoints import Checkpoints
 from train.data import to_batch
 from train.fit_config import FitConfig
 from train.metrics import HELD_OUT, MetricsLog, NoLog
-from train.processes import hidden_bar, is_first, spread
+from train.processes import PREEMPTED, hidden_bar, is_first, say, spread
 
 Rows = Mapping[str, np.ndarray]
-# Exit status of a run that a SIGTERM ended after its save: 128 + 15.
-PREEMPTED = 143
 BEST_BY = "expected_accepted_length"
 
 
@@ -83,8 +81,7 @@ def fit(run: Run, state: TrainState) -> int:
         position, best = notes["metrics_bytes"], notes["best"] and Best(**notes["best"])
         state = checkpoints.restore(start, state)
         run.data.set_state(notes["data"])
-        if is_first():
-            print(f"{config.output}: resumed after step {start}")
+        say(f"{config.output}: resumed after step {start}")
     total = run.train.total_steps
     if start == total:
         return total if best is None else best.step

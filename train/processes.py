@@ -1,16 +1,27 @@
 """The processes of one training job, one a host as a rule: how they find each other, and who writes files."""
 
 import os
-from typing import Any
+import sys
+import threading
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from orbax.checkpoint import multihost
 
 from dspark_jax.io import InputError
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# Exit status of a run that a SIGTERM ended after its save: 128 + 15.
+PREEMPTED = 143
+# Seconds without a sign of life after which a process counts as dead, and JAX ends all others.
+_HEARTBEAT = 30
+# Seconds that a process which has failed waits for the others to end as well.
+_PATIENCE = 10
+# Milliseconds, ten days: how long one waits for another that is alive. JAX ends it if that one dies.
+_LONGEST_WAIT = 10 * 24 * 3600 * 1000
 
 
 def join() -> None:
@@ -30,18 +41,47 @@ def join() -> None:
         count, number = map(int, numbers)
         if number >= count:
             raise InputError(f"--distributed: JAX_PROCESS_ID {number} must be under JAX_NUM_PROCESSES {count}")
-        jax.distributed.initialize(address, count, number)
+        jax.distributed.initialize(address, count, number, heartbeat_timeout_seconds=_HEARTBEAT)
         return
     try:
-        jax.distributed.initialize()
+        jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT)
     except ValueError as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--distributed: {reason}; set {', '.join(_VARIABLES)} in every process") from error
 
 
+def leave(code: int) -> NoReturn:
+    """Ends this process, which has printed what was wrong, with an exit code.
+
+    One of several that has failed does not wait at exit for others that wait for it: when it is gone, JAX ends them,
+    and says so. Where all fail alike each ends by itself.
+    """
+    if code in (0, PREEMPTED) or not jax.distributed.is_initialized():
+        sys.exit(code)
+    number, count = jax.process_index(), jax.process_count()
+    print(f"train: process {number} of {count} failed, and the others end with it", file=sys.stderr)
+    together = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    together.start()
+    together.join(_PATIENCE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def wait_for_all(name: str) -> None:
+    """Returns when all processes have come here. `name`: of this place, where a process waits once."""
+    multihost.get_barrier_sync_fn()(key=name, timeout_ms=_LONGEST_WAIT)
+
+
 def is_first() -> bool:
     """Whether this process is the one that prints and writes files."""
     return jax.process_index() == 0
+
+
+def say(line: str) -> None:
+    """Prints a line once, whatever the number of processes."""
+    if is_first():
+        print(line)
 
 
 def hidden_bar() -> bool | None:

@@ -1,22 +1,16 @@
 """`python -m train cache`, and `fit` that trains on what it has stored."""
 
 import json
-import os
-import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from dspark_jax.io import describe_target
 from dspark_jax.training import step
+from tests.train.jobs import contents, killed, start
 from train import cache, cache_layout
 from train.__main__ import main
 from train.cache_files import MANIFEST, open_arrays, read_manifest
@@ -56,12 +50,6 @@ def cached(whole, arguments) -> Path:
     if not whole.exists():
         assert main(arguments(whole)) == 0
     return whole
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file but the temporary ones that a killed run leaves."""
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith((".tmp", ".__lock")))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def metrics(run: Path) -> list[dict]:
@@ -136,6 +124,26 @@ def test_packed_rows_hold_each_document_s_own_features(cached, data):
         own = rows["states"][rows["document_ids"] == number]
         np.testing.assert_array_equal(own, stored[starts[document] : starts[document] + len(own)])
     assert not rows["states"][rows["document_ids"] == -1].any()
+
+
+def test_rows_of_other_processes_are_not_read(cached, data, monkeypatch):
+    documents = load_documents([data], Encoding(tokenizer=None, vocab_size=260, max_length=4096))
+    manifest = read_manifest(cached)
+    arrays = {"states": open_arrays(cached, manifest)["states"]}
+    starts, chosen = CachedFeatures(cached, manifest).starts(documents, 4096), np.asarray([3, 29, 0, 7, 11])
+    rows = row_packer(documents, documents.valid_anchors(0), [chosen], 128)(chosen)
+    whole = FeatureRows(cached, arrays, starts)(rows)["states"]
+    monkeypatch.setattr("train.cached_features.local_rows", lambda rows, _: np.arange(len(rows["tokens"])) == 1)
+    # What another process reads may be gone.
+    own = rows["row"] == 1
+    own_starts = np.full_like(starts, -1)
+    own_starts[chosen[own]] = starts[chosen[own]]
+    part = FeatureRows(cached, arrays, own_starts)(rows)["states"]
+    assert len(part) == len(whole) > 1 and 0 < own.sum() < len(chosen)
+    np.testing.assert_array_equal(part[1], whole[1])
+    assert not np.delete(part, 1, axis=0).any() and np.delete(whole, 1, axis=0).any()
+    monkeypatch.setattr("train.cached_features.local_rows", lambda rows, _: np.zeros(len(rows["tokens"]), bool))
+    assert not FeatureRows(cached, arrays, own_starts)(rows)["states"].any()
 
 
 def test_fit_reads_the_features_and_never_runs_the_target(cached, fit_arguments, tmp_path, monkeypatch):
@@ -264,8 +272,9 @@ def test_held_out_files_are_read_from_the_cache_or_else_the_target_runs(
 
 def test_an_interrupted_cache_is_refused_and_ends_equal(cached, arguments, fit_arguments, one_line, tmp_path):
     folder = tmp_path / "cache"
-    process = killed_at(arguments(folder), lambda: len(list((folder / "states").rglob("c/*/0/0"))) > 1)
-    assert process == -signal.SIGKILL
+    shards = f"import train.cache_layout as layout; layout.SHARD_BYTES = {SHARD_BYTES}"
+    (process,) = start(arguments(folder), devices=8, before=shards)
+    assert killed(process, lambda: len(list((folder / "states").rglob("c/*/0/0"))) > 1)
     assert not read_manifest(folder).complete
     one_line(fit_arguments(tmp_path / "run", "--features", folder), folder, "incomplete")
     assert main(arguments(folder)) == 0
@@ -274,52 +283,6 @@ def test_an_interrupted_cache_is_refused_and_ends_equal(cached, arguments, fit_a
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert main(arguments(folder)) == 0
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
-def killed_at(command: list[str], reached) -> int:
-    """Runs a command in a process of its own, kills it once `reached`, and returns its exit code."""
-    environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-    }
-    program = f"import sys, train.cache_layout as c; c.SHARD_BYTES = {SHARD_BYTES}; from train.__main__ import main; "
-    process = subprocess.Popen(
-        [sys.executable, "-c", program + "sys.exit(main(sys.argv[1:]))", *command],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        while process.poll() is None and not reached():
-            time.sleep(0.001)
-    finally:
-        process.kill()
-    return process.wait()
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_end_equal(cached, arguments, tmp_path):
-    """Six processes, each killed a little after it has written something that was not there."""
-    folder, rng = tmp_path / "cache", random.Random(0)
-
-    def written() -> int:
-        return sum(path.is_file() for path in folder.rglob("*"))
-
-    kills = 0
-    for _ in range(6):
-        before, delay = written(), rng.uniform(0, 0.02)
-
-        def reached(before=before, delay=delay) -> bool:
-            if written() == before:
-                return False
-            time.sleep(delay)
-            return True
-
-        kills += killed_at(arguments(folder), reached) == -signal.SIGKILL
-    assert kills > 2
-    assert main(arguments(folder)) == 0
-    assert contents(folder) == contents(cached)
 
 
 def test_a_full_disk_is_one_line_and_the_command_goes_on(cached, arguments, one_line, tmp_path, monkeypatch):

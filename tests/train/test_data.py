@@ -5,8 +5,10 @@ import json
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from dspark_jax.io import InputError
+from dspark_jax.sharding import make_mesh
 from dspark_jax.training.anchors import valid_anchors
 from train.data import (
     Encoding,
@@ -15,6 +17,7 @@ from train.data import (
     held_out_rows,
     in_order,
     load_documents,
+    local_rows,
     row_length,
     row_packer,
     split,
@@ -191,3 +194,16 @@ def test_every_epoch_is_another_permutation_and_the_position_is_exact(data):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value)
+
+
+def test_a_process_holds_the_rows_of_its_devices_in_each_part(monkeypatch):
+    rows = {"tokens": np.zeros((32, 5), np.int32), "part_rows": np.asarray(16)}
+    mesh = make_mesh(data=2, fsdp=2, model=2)
+    assert local_rows(rows, None).all() and local_rows(rows, mesh).all()
+    monkeypatch.setattr(
+        NamedSharding,
+        "addressable_devices_indices_map",
+        lambda self, shape: {d: i for d, i in self.devices_indices_map(shape).items() if d.id in (2, 3)},
+    )
+    held = [4, 5, 6, 7, 20, 21, 22, 23]
+    np.testing.assert_array_equal(np.flatnonzero(local_rows(rows, mesh)), held)

@@ -1,63 +1,30 @@
-"""`fit` as several processes: the numbers of one process, a SIGTERM that only one of them gets, the end of all."""
+"""`fit` and `cache` as several processes: the results of one process, and the end of all when one of them ends."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-ROOT = Path(__file__).parents[2]
+from tests.train.jobs import contents, ends, finish, start, wait_until
+from train.cache_files import read_manifest
 
-
-def start(arguments: list[str], count: int, devices: int) -> list[subprocess.Popen]:
-    """Processes of one job, each with so many devices."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for number in range(count):
-        environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
-        }
-        if count > 1:
-            environment |= {
-                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-                "JAX_NUM_PROCESSES": str(count),
-                "JAX_PROCESS_ID": str(number),
-            }
-        command = [sys.executable, "-m", "train", *arguments, *(["--distributed"] if count > 1 else [])]
-        processes.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    return processes
-
-
-def finish(processes: list[subprocess.Popen], code: int = 0) -> list[str]:
-    """What each printed."""
-    try:
-        outputs = [process.communicate(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, error) in zip(processes, outputs, strict=True):
-        assert process.returncode == code, error[-3000:]
-    return [output for output, _ in outputs]
+# The data's 30 documents then make several shards.
+SMALL_SHARDS = "import train.cache_layout as layout; layout.SHARD_BYTES = 2**14"
+# What a full disk is like: no file grows beyond 8 KiB.
+FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, resource.RLIM_INFINITY))"
+LONG = ("--steps", 100_000, "--eval-every", 100_000, "--checkpoint-every", 100_000)
 
 
 def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def trains(run: Path) -> bool:
+    """Whether a first line of metrics is there."""
+    return (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 0
 
 
 def assert_alike(run: Path, other: Path) -> None:
@@ -97,10 +64,7 @@ def test_one_process_is_told_to_stop_and_fewer_go_on(arguments, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     long = ("--steps", 400, "--eval-every", 400, "--checkpoint-every", 400)
     processes = start(arguments(cut, "data=2,fsdp=2", *long), 2, 2)
-    end = time.monotonic() + 300
-    while not (cut / "metrics.jsonl").exists() or not (cut / "metrics.jsonl").stat().st_size:
-        assert time.monotonic() < end and all(process.poll() is None for process in processes)
-        time.sleep(0.05)
+    wait_until(lambda: trains(cut), processes)
     processes[1].send_signal(signal.SIGTERM)
     finish(processes, 143)
     saved = len(metrics(cut))
@@ -113,6 +77,70 @@ def test_one_process_is_told_to_stop_and_fewer_go_on(arguments, tmp_path):
         if "loss" in one:
             np.testing.assert_allclose(one["loss"], two["loss"], rtol=0.05)
     np.testing.assert_allclose(metrics(cut)[saved]["loss"], metrics(whole)[saved]["loss"], rtol=1e-4)
+
+
+def assert_told(returned: int, error: str) -> None:
+    """A process has failed because another one has, and says so."""
+    assert returned not in (0, 143)
+    assert "another task died" in error or "failed, and the others end with it" in error, error[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_other(arguments, tmp_path, victim):
+    processes = start(arguments(tmp_path / "run", "data=2,fsdp=2", *LONG), 2, 2)
+    wait_until(lambda: trains(tmp_path / "run"), processes)
+    processes[victim].kill()
+    returned, _, error = ends(processes, 90)[1 - victim]
+    assert_told(returned, error)
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_one_process_ends_the_other(arguments, tmp_path):
+    run = tmp_path / "run"
+    options = ("--steps", 100_000, "--eval-every", 100_000, "--checkpoint-every", 5)
+    processes = start(arguments(run, "data=2,fsdp=2", *options), 2, 2, before_in={0: FULL_DISK})
+    first, second = ends(processes, 200)
+    assert first[0] == 2 and "checkpoint 5 could not be written: File too large" in first[2]
+    assert_told(second[0], second[2])
+
+
+@pytest.mark.slow
+def test_what_all_processes_refuse_each_tells(arguments, tmp_path):
+    for returned, _, error in ends(start(arguments(tmp_path / "run", "data=3"), 2, 2)):
+        assert returned == 2 and "--mesh data=3: is about 3 devices, but there are 4" in error
+
+
+@pytest.fixture
+def cache_arguments(chat_target, data):
+    def of(output: Path) -> list[str]:
+        given = ("cache", "--target", chat_target, "--data", data, "--output", output, "--batch-size", 4)
+        return [str(part) for part in given]
+
+    return of
+
+
+@pytest.mark.slow
+def test_several_processes_write_the_cache_of_one(cache_arguments, arguments, tmp_path):
+    """As do others that go on where one of several had a full disk; and several train on it as one."""
+    one, three, cut = (tmp_path / name for name in ("one", "three", "cut"))
+    finish(start(cache_arguments(one), before=SMALL_SHARDS))
+    first, *others = finish(start(cache_arguments(three), 3, before=SMALL_SHARDS))
+    assert "tokens/s" in first and not any("tokens" in output for output in others)
+    assert contents(three) == contents(one) and read_manifest(one).shards > 6
+
+    first, second = ends(start(cache_arguments(cut), 2, before=SMALL_SHARDS, before_in={1: FULL_DISK}), 200)
+    assert second[0] == 2 and "File too large" in second[2]
+    assert_told(first[0], first[2])
+    assert not read_manifest(cut).complete
+    finish(start(cache_arguments(cut), 3, before=SMALL_SHARDS))
+    assert contents(cut) == contents(one)
+    assert "complete already" in finish(start(cache_arguments(cut), 2, before=SMALL_SHARDS))[0]
+
+    features = ("--features", one)
+    finish(start(arguments(tmp_path / "alone", "data=2,fsdp=2", *features), 1, 4, SMALL_SHARDS))
+    finish(start(arguments(tmp_path / "together", "data=2,fsdp=2", *features), 2, 2, SMALL_SHARDS))
+    assert_alike(tmp_path / "together", tmp_path / "alone")
 
 
 @pytest.mark.slow
