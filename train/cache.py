@@ -71,6 +71,8 @@ class CacheConfig:
 def main(config: CacheConfig) -> None:
     """Runs the command."""
     if config.distributed:
+        # A SIGTERM then ends a process, as a kill does: what is written stays.
+        jax.config.update("jax_enable_preemption_service", False)
         join()
     description = describe_target(config.target, allow_config_keys=config.allow_config_key)
     taps = _taps(config, description)

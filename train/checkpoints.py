@@ -1,4 +1,4 @@
-"""A run's checkpoints: all that is needed to go on exactly where a killed run was. Orbax is used here only.
+"""A run's checkpoints: all that is needed to go on exactly where a killed run was. Only here Orbax writes and reads.
 
 One checkpoint holds the trainable parameters, the rest of the train state, and JSON (settings, the position of the
 input pipeline, the best checkpoint so far, how far the metrics file had grown): nothing that belongs to a mesh or to
@@ -56,6 +56,18 @@ def _silence_failed_writes() -> None:
     sys.unraisablehook = hook
 
 
+def _barrier(*, key: str, timeout_ms: int) -> None:
+    """Where the threads that write wait for those of other processes.
+
+    Orbax brings a process that could not write here too, in a `finally`: it would wait for processes that wait for its
+    part, and all of them for many minutes.
+    """
+    error = sys.exc_info()[1]
+    if error is not None:
+        raise error
+    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+
 class Checkpoints:
     """The checkpoints in one folder; written in the background, whole or not at all, best and last kept.
 
@@ -75,7 +87,10 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self.folder,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=self._policy, cleanup_tmp_directories=not read_only, read_only=read_only
+                    preservation_policy=self._policy,
+                    cleanup_tmp_directories=not read_only,
+                    read_only=read_only,
+                    async_options=ocp.AsyncOptions(barrier_sync_fn=_barrier),
                 ),
             )
 

@@ -98,7 +98,7 @@ def test_a_killed_process_ends_the_other(arguments, tmp_path, victim):
 @pytest.mark.slow
 def test_a_full_disk_of_one_process_ends_the_other(arguments, tmp_path):
     run = tmp_path / "run"
-    options = ("--steps", 100_000, "--eval-every", 100_000, "--checkpoint-every", 5)
+    options = (*LONG, "--checkpoint-every", 5, "--log-every", 1000)
     processes = start(arguments(run, "data=2,fsdp=2", *options), 2, 2, before_in={0: FULL_DISK})
     first, second = ends(processes, 200)
     assert first[0] == 2 and "checkpoint 5 could not be written: File too large" in first[2]
