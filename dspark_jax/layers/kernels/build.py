@@ -23,7 +23,8 @@ class BuildError(Exception):
 
 
 def load(source: Path) -> ctypes.CDLL:
-    """The shared library of one C++ file, built if the cache has none of this source, compiler and jaxlib.
+    """The shared library of one C++ file, built if the cache has none of this source, the headers beside it, this
+    compiler and jaxlib.
 
     The cache is `dspark_jax` in $XDG_CACHE_HOME, or else in ~/.cache. Processes may build at the same time: each
     writes a file of its own and moves it into place whole. $CXX names the compiler; by default it is the first found of
@@ -65,6 +66,8 @@ def _cache() -> Path:
 def _key(source: Path, compiler: list[str]) -> str:
     version = _run([*compiler, "--version"])
     digest = hashlib.sha256(source.read_bytes())
+    for header in sorted(source.parent.glob("*.h")):
+        digest.update(header.read_bytes())
     for part in (*compiler, version, *_FLAGS, metadata.version("jaxlib"), platform.machine()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:16]
