@@ -70,8 +70,9 @@ def test_a_run_that_is_killed_at_any_moment_ends_as_an_uninterrupted_one(fit_arg
 
 
 @pytest.mark.slow
-def test_a_cache_that_is_killed_at_any_moment_ends_as_an_uninterrupted_one(chat_target, data, tmp_path):
-    """Every other kill is a little after something was written, the others anywhere."""
+def test_a_cache_that_is_killed_at_any_moment_ends_as_an_uninterrupted_one(chat_target, records, write_rows, tmp_path):
+    """Kills while it starts, while shards are written, and around the last of them."""
+    data, shards = write_rows(tmp_path / "data.jsonl", records * 4), 120
 
     def arguments(folder: Path) -> list[str]:
         given = ("cache", "--target", chat_target, "--data", data, "--output", folder, "--batch-size", 1)
@@ -79,16 +80,21 @@ def test_a_cache_that_is_killed_at_any_moment_ends_as_an_uninterrupted_one(chat_
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     finish(start(arguments(tmp_path / "first"), before=TINY_SHARDS))
-    begin = time.monotonic()
-    finish(start(arguments(whole), before=TINY_SHARDS))
-    life, rng, kills, written = time.monotonic() - begin, random.Random(0), 0, []
+    begin, processes = time.monotonic(), start(arguments(whole), before=TINY_SHARDS)
+    wait_until(whole.exists, processes)
+    first = time.monotonic() - begin
+    finish(processes)
+    rng, kills, written = random.Random(0), 0, []
     for kill in range(KILLS):
-        there, moment = files(cut), after(rng.uniform(0, life))
-        if kill % 2:
-            moment = after(rng.uniform(0, 0.02), lambda there=there: files(cut) != there)
+        goal, seconds = files(cut) + rng.randint(1, 10), rng.uniform(0, 0.02)
+        if kill % 4 == 0:
+            goal, seconds = 0, rng.uniform(0, first)
+        elif kill >= KILLS - 4:
+            goal = files(whole) - 4
+        moment = after(seconds, lambda goal=goal: files(cut) >= goal)
         kills += killed(start(arguments(cut), before=TINY_SHARDS)[0], moment)
         written.append(files(cut))
     finish(start(arguments(cut), before=TINY_SHARDS))
     print(f"{kills} kills, after them so many files {written}")
-    assert read_manifest(whole).shards == 30 and kills > KILLS // 2 and len(set(written)) > 5
+    assert read_manifest(whole).shards == shards and kills > KILLS // 2 and len(set(written)) > 5
     assert contents(cut) == contents(whole)
