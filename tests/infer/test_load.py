@@ -21,6 +21,7 @@ def options(tmp_path, models, prompts) -> dict:
     }
 
 
+@pytest.mark.slow
 def test_policies_side_by_side(infer, options):
     outcome = infer("load", **options)
     assert outcome.code == 0, outcome.error
