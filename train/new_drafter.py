@@ -71,8 +71,10 @@ def initial_drafter(
         params = start_from_target(params, target.params, config.init_layers)
     if isinstance(drafter_config, Eagle3Config):
         # Its own head learns faster from the target's than from noise.
-        head = head_weight(target.params).astype(jax.numpy.float32)
-        params = params.replace(lm_head=Linear(weight=head if ids is None else head[ids]))
+        head = head_weight(target.params)
+        # An array of its own: a train step is given the target's too, and consumes the drafter's.
+        head = jax.numpy.array(head if ids is None else head[ids], jax.numpy.float32, copy=True)
+        params = params.replace(lm_head=Linear(weight=head))
     return drafter_config, params
 
 

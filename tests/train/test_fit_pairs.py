@@ -29,6 +29,10 @@ def arguments(chat_target, data):
     ("kind", "options", "term"),
     [
         ("eagle3", ("--block-size", 2, "--draft-vocab-size", 20), "soft_cross_entropy"),
+        # The whole vocabulary, whose head begins as the target's.
+        pytest.param(
+            "eagle3", ("--block-size", 2, "--draft-vocab-size", 260), "soft_cross_entropy", marks=pytest.mark.slow
+        ),
         pytest.param("mtp", (), "cross_entropy", marks=pytest.mark.slow),
     ],
 )
