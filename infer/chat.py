@@ -92,13 +92,13 @@ def _speculative(options: ChatOptions, target: Target, drafter: Drafter, tree: T
     """What is compared with plain decoding, by its name; the last one is what answers."""
     if tree is not None:
         return {tree.kind.value: make_decoder(target, drafter, options, tree=tree)}
-    most = drafter.config.num_drafts if options.max_drafts is None else options.max_drafts
-    lengths = (*(length for length in _LENGTHS if length < most), most) if options.max_drafts is None else (most,)
+    most = drafter.config.num_drafts
+    asked = (*_LENGTHS, most) if options.max_drafts is None else (options.max_drafts,)
     return {
         f"{length} draft{'s' * (length > 1)}": make_decoder(
             target, drafter, dataclasses.replace(options, max_drafts=length)
         )
-        for length in lengths
+        for length in sorted({min(length, most) for length in asked})
     }
 
 

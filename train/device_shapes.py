@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Key
 
 from dspark_jax.config import DrafterConfig, TargetConfig
@@ -14,6 +16,7 @@ from dspark_jax.io.command_line import parse
 from dspark_jax.layers.decoder import Remat, fuse_layer
 from dspark_jax.parameters import Parameter, initialize, is_parameter
 from dspark_jax.targets.decoder import TargetParams, declare_target
+from dspark_jax.training.anchors import Batch
 from dspark_jax.training.step import TrainConfig, declare_trainable, with_frozen
 from train.fit_config import FitConfig
 from train.plan_config import CONFIGS, drafter_shape, target_shape
@@ -66,6 +69,18 @@ def read_shape(name: str, program: str) -> Shape:
     length = min(config.max_length, target.max_position_embeddings)
     return Shape(
         name=Path(name).stem if name.endswith(".yaml") else name, train=train, length=length, dtype=config.dtype
+    )
+
+
+def random_document(target: TargetConfig, length: int, num_anchors: int) -> Batch:
+    """One row that a document of random tokens fills, all of it trained."""
+    tokens = np.random.default_rng(0).integers(0, target.num_valid_tokens, (1, length))
+    return Batch(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        loss_mask=jnp.ones((1, length), bool),
+        document_ids=jnp.zeros((1, length), jnp.int32),
+        positions=jnp.arange(length, dtype=jnp.int32)[None],
+        row_anchors=min(num_anchors, length),
     )
 
 

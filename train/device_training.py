@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.io.report import number
@@ -13,21 +12,8 @@ from dspark_jax.planning.products import Cost
 from dspark_jax.planning.programs import memory_of
 from dspark_jax.planning.roofline import estimate
 from dspark_jax.planning.train_cost import train_step_cost
-from dspark_jax.training.anchors import Batch
 from dspark_jax.training.step import declare_trainable, init_train_state, train_step
-from train.device_shapes import Shape, random_parameters, random_target
-
-
-def one_document(shape: Shape, seed: int = 0) -> Batch:
-    """One row that a document of random tokens fills, all of it trained."""
-    tokens = np.random.default_rng(seed).integers(0, shape.target.num_valid_tokens, (1, shape.length))
-    return Batch(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        loss_mask=jnp.ones((1, shape.length), bool),
-        document_ids=jnp.zeros((1, shape.length), jnp.int32),
-        positions=jnp.arange(shape.length, dtype=jnp.int32)[None],
-        row_anchors=min(shape.drafter.num_anchors, shape.length),
-    )
+from train.device_shapes import Shape, random_document, random_parameters, random_target
 
 
 def measure_training(shape: Shape, repeats: int) -> dict[str, Any]:
@@ -35,7 +21,7 @@ def measure_training(shape: Shape, repeats: int) -> dict[str, Any]:
     target = random_target(shape.target, shape.dtype)
     params = random_parameters(declare_trainable(shape.drafter), 1000, "float32")
     state = init_train_state(shape.train, jax.random.key(0), params)
-    batch = jax.tree.map(lambda x: x[None], one_document(shape))
+    batch = jax.tree.map(lambda x: x[None], random_document(shape.target, shape.length, shape.drafter.num_anchors))
     begin = time.perf_counter()
     compiled = train_step.lower(state, target, batch, config=shape.train).compile()
     compile_seconds = time.perf_counter() - begin

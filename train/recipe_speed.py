@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -23,6 +22,7 @@ from dspark_jax.io.report import environment, number
 from dspark_jax.io.transformers_model import load_transformers_model, transformers_versions
 from dspark_jax.training.anchors import Batch, Blocks, make_blocks, sample_anchors
 from dspark_jax.training.step import TrainConfig, init_params, init_train_state, train_step
+from train.device_shapes import random_document
 from train.fit_config import FitConfig
 from train.new_drafter import fresh_config
 from train.torch_recipe import make_step
@@ -127,25 +127,12 @@ def _rate(train: TrainConfig, update: int) -> float:
     return train.optimizer.learning_rate * update / round(train.optimizer.warmup_fraction * train.total_steps)
 
 
-def _document(config: RecipeSpeedConfig, target: TargetConfig) -> Batch:
-    """One row of random tokens, all of them trained."""
-    shape = (1, config.length)
-    tokens = np.random.default_rng(0).integers(0, target.num_valid_tokens, shape)
-    return Batch(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        loss_mask=jnp.ones(shape, bool),
-        document_ids=jnp.zeros(shape, jnp.int32),
-        positions=jnp.arange(config.length, dtype=jnp.int32)[None],
-        row_anchors=min(config.num_anchors, config.length),
-    )
-
-
 def our_update(config: RecipeSpeedConfig) -> Update:
     """The train step of `fit`."""
     target = describe_target(config.target, allow_config_keys=config.allow_config_key).load()
     train = _train_config(config, target.config)
     state = init_train_state(train, jax.random.key(1), init_params(train.drafter, jax.random.key(0)))
-    batch = jax.tree.map(lambda x: x[None], _document(config, target.config))
+    batch = jax.tree.map(lambda x: x[None], random_document(target.config, config.length, config.num_anchors))
 
     def update(_: int) -> float:
         nonlocal state
@@ -161,7 +148,7 @@ def their_update(config: RecipeSpeedConfig) -> Update:
     target = describe_target(config.target, allow_config_keys=config.allow_config_key).config
     train = _train_config(config, target)
     step = make_step(model, train, init_params(train.drafter, jax.random.key(0)))
-    batch = _document(config, target)
+    batch = random_document(target, config.length, config.num_anchors)
     tokens = np.asarray(batch.tokens)
     blocks = jax.jit(functools.partial(_blocks, train, batch))
     return lambda update: step(tokens, blocks(update), _rate(train, update))
